@@ -43,6 +43,35 @@ def test_shards_that_live_on_the_host_are_one_change(sharded: bool) -> None:
     assert (fixes == {"keep_parameters_on_gpu"}) == sharded
 
 
+@pytest.mark.parametrize(("pinned", "cause"), [(False, "blocking_copy"), (True, "copy_not_overlapped")])
+def test_activations_that_the_host_keeps_for_the_backward_pass_are_one_change(pinned: bool, cause: str) -> None:
+    """`save_on_cpu`: what each of two layers keeps goes there and comes back; without that only kernels are left."""
+
+    def saved(run: Run) -> None:
+        for _ in range(2):
+            run.launch([1_000] * 2)
+            run.copy(32 * MB, 2_000, HOME, pinned=pinned, blocking=not pinned, at=["aten::_to_copy", *TO])
+        with run.inside("train.py(10): main", "backward"):
+            for _ in range(2):
+                run.copy(32 * MB, 2_000, pinned=pinned, blocking=not pinned, at=["aten::_to_copy", *TO])
+                run.launch([1_000] * 2)
+
+    [fix] = told(saved).plan
+    assert (fix.fix, fix.causes) == ("keep_activations", (cause,))
+    assert fix.predicted.step == near(8_000)
+    assert {str(place) for place in fix.where} == {"train.py:9", "train.py:10"}
+    assert ("pin_memory=True" in fix.code) == (not pinned)
+    assert fix.reason.startswith("67.1 MB leave the GPU in each step")
+
+
+def test_what_is_copied_within_a_backward_pass_need_not_have_left() -> None:
+    def fetched(run: Run) -> None:
+        with run.inside("backward"):
+            run.copy(32 * MB, 2_000, at=TO).launch([1_000] * 8)
+
+    assert [one.fix for one in told(fetched).plan] == ["prefetch"]
+
+
 # Blocking
 
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from keepbusy.explain.causes import USUAL_BANDWIDTH, Scene, without_messages
+from keepbusy.explain.causes import USUAL_BANDWIDTH, Scene, kept_on_device, without_messages
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where, named
 from keepbusy.explain.edit import Draft, Edit, Finding
 from keepbusy.explain.ledger import Forecast
-from keepbusy.explain.remedies import PARTICULAR, Remedy, by_place, remedy_for
+from keepbusy.explain.remedies import PARTICULAR, Remedy, amount, by_place, remedy_for
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Kind, Mask
+from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS
 
 Plan = tuple[PlannedFix, ...]
@@ -53,7 +53,7 @@ _SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it compute
 _BOTH_WAYS = (
     "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."
 )
-_ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks", "keep_parameters_on_gpu")
+_ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks", "keep_parameters_on_gpu", "keep_activations")
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
 _WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
 """Remedies of a whole loop, and causes that have no other: wherever it waits, it is one change."""
@@ -339,7 +339,17 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
             if remedy.fix in ("compute_on_gpu", "decide_on_gpu"):  # nobody knows how much of it a GPU can do
                 bounds = (edit, Edit.nothing(scene.timeline))
             reason = _BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
+            if remedy.fix == "keep_activations":
+                edit, reason = kept_on_device(scene), _kept_on_host(scene)
             yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
+
+
+def _kept_on_host(scene: Scene) -> str:
+    """So much more memory would they take on the GPU, at most."""
+    spans, kept = scene.timeline.spans, scene.is_kept_on_host
+    leaves = spans.size[kept & (spans.direction == Direction.DEVICE_TO_HOST)].sum()
+    size = amount(float(leaves) / (scene.steps * len(scene.timeline.ranks)))
+    return f"{size} leave the GPU in each step and come back for the backward pass: so much it would hold at most."
 
 
 def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[Where], list[Where]]]:

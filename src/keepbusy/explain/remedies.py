@@ -102,11 +102,15 @@ def _no_graph_because(scene: Scene) -> str:
 
 
 def _of_a_copy(seen: PlacedCause) -> Remedy | None:
-    """What goes to the host is none of a batch that could be fetched ahead, nor are shards that FSDP keeps there."""
+    """What goes to the host is none of a batch that could be fetched ahead, nor are shards that FSDP keeps there, nor
+    what `save_on_cpu` keeps there for the backward pass."""
     if seen.scene.within(Role.SHARDS)[seen.rows].all():
         return PARTICULAR["offloaded"]
     spans, runs_once = seen.scene.timeline.spans, seen.scene.timeline.facts.runs_once
     copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
+    if 2 * spans.size[copies & seen.scene.is_kept_on_host].sum() > spans.size[copies].sum():
+        is_pinned = spans.pinned[copies & seen.scene.is_kept_on_host].all()
+        return PARTICULAR["kept_in_pinned_memory" if is_pinned else "kept_in_pageable_memory"]
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
     if seen.finding.cause == "copy_not_overlapped":
         return PARTICULAR["beside"] if back.sum() == copies.sum() or runs_once else None
@@ -266,7 +270,7 @@ def what_happened(scene: Scene, finding: Finding) -> str:
     return (said if isinstance(said, str) else said(scene, finding)).format(
         often=times(count),
         launches="1 launch" if round(count) == 1 else f"{count:,.0f} launches",
-        moved=_bytes(float(spans.size[copies].sum()) / of_a_rank),
+        moved=amount(float(spans.size[copies].sum()) / of_a_rank),
     )
 
 
@@ -334,7 +338,7 @@ def times(count: float) -> str:
     return {1: "once a step", 2: "twice a step"}.get(rounded, f"{rounded} times a step")
 
 
-def _bytes(size: float) -> str:
+def amount(size: float) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"

@@ -113,7 +113,8 @@ def _about(part: Part) -> str:
     if part.kind == LOOP and part.turn != NONE:
         span = words.span_of(part.low, part.high, part.usual)
         among = f" ({span})" if part.low != NONE else ""
-        if among and not part.low <= part.usual <= part.high:  # a few turns that take very long are in the mean
+        with_mean = words.span_of(min(part.low, part.usual), max(part.high, part.usual), part.usual)
+        if among and span != with_mean:  # a few turns that take very long are in the mean
             among = f" on average (mostly {span})"
         found.append(f"{duration(part.usual)} a turn{among}")
     if part.busy != NONE:

@@ -171,6 +171,7 @@ _FIXES = {
     "fuse_optimizer": "use a fused optimizer",
     "gather_ahead": "let FSDP gather ahead",
     "graph": "capture a CUDA graph",
+    "keep_activations": "keep the activations on the GPU",
     "keep_memory": "leave the allocator its memory",
     "keep_on_device": "keep it on the GPU",
     "keep_parameters_on_gpu": "keep the parameters on the GPU",
