@@ -104,6 +104,27 @@ def test_work_of_another_thread_is_its_own() -> None:
 # allocator
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (None, "not known of a trace"),
+        ("", "was not set"),
+        ("max_split_size_mb:128", "leave out max_split_size_mb"),
+        ("expandable_segments:True", "segments grow already"),
+    ],
+)
+def test_memory_that_no_free_piece_serves_asks_for_segments_that_grow(settings: str | None, says: str) -> None:
+    """Sizes change, and each time operators ask the driver; nobody emptied the cache."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4)
+        run.allocate(400, waits=True, at=["aten::empty"]).allocate(700, name="cudaMalloc", at=["aten::empty"])
+
+    [fix] = explained(loop(body, 8, allocator=settings)).plan
+    assert (fix.fix, fix.causes) == ("expand_segments", ("allocator",))
+    assert says in fix.reason
+
+
 def test_memory_calls_leave_with_their_waits() -> None:
     """cudaFree waits for 4 ms of kernels and takes 0.4 ms; then cudaMalloc takes 0.7."""
 

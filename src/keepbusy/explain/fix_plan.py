@@ -24,7 +24,7 @@ from keepbusy.explain.causes import USUAL_BANDWIDTH, Scene, kept_on_device, with
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where, named
 from keepbusy.explain.edit import Draft, Edit, Finding
 from keepbusy.explain.ledger import Forecast
-from keepbusy.explain.remedies import PARTICULAR, Remedy, amount, by_place, remedy_for
+from keepbusy.explain.remedies import PARTICULAR, Remedy, allocator_told, amount, by_place, remedy_for
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS
@@ -341,6 +341,8 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
             reason = _BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
             if remedy.fix == "keep_activations":
                 edit, reason = kept_on_device(scene), _kept_on_host(scene)
+            if remedy.fix == "expand_segments":
+                reason = allocator_told(scene.timeline.facts)
             yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
 
 

@@ -18,6 +18,7 @@ from keepbusy.explain.diagnosis import LateRank, Where
 from keepbusy.explain.edit import Finding, SideLane
 from keepbusy.timeline.frame_roles import DDP_FORWARD, INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.run_facts import RunFacts
 
 
 class Remedy(NamedTuple):
@@ -120,6 +121,36 @@ def _of_a_copy(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["keep_on_device"]
     is_pinned = spans.pinned[copies].all()  # from there nobody waits but who asks to
     return PARTICULAR["drop_sync" if is_pinned else "pinned"] if runs_once else None
+
+
+def _of_memory(seen: PlacedCause) -> Remedy | None:
+    """What is given back within no operator was asked for by the program; else no free piece fitted."""
+    timeline, rows = seen.scene.timeline, seen.finding.rows
+    names = [timeline.names[name] for name in timeline.spans.name[rows].tolist()]
+    frees = rows[["Free" in name for name in names]]
+    calls = np.array([name.startswith("cuda") for name in timeline.names], bool)  # of the driver, on a virtual GPU
+    operator = seen.scene.outermost((timeline.frames.kind == FrameKind.OPERATOR) & ~calls[timeline.frames.name])
+    of_device = 2 * sum("Malloc" in name for name in names) > sum("Free" not in name for name in names)
+    return PARTICULAR["expanded"] if of_device and (operator[frees] != NONE).all() else None
+
+
+_IN_THE_WAY = {
+    "max_split_size_mb": "keeps large pieces whole",
+    "garbage_collection_threshold": "gives memory back that is asked for again",
+    "expandable_segments:False": "forbids segments to grow",
+}
+
+
+def allocator_told(facts: RunFacts) -> str:
+    """What the program's environment told the allocator, where that was seen."""
+    if facts.allocator is None:
+        return "What PYTORCH_ALLOC_CONF was is not known of a trace."
+    if "expandable_segments:True" in facts.allocator:
+        return f"{facts.allocator} was set: segments grow already, so pad to a few sizes, or keep less alive."
+    why = [f"{name}, which {what}" for name, what in _IN_THE_WAY.items() if name in facts.allocator]
+    if why:
+        return f"{facts.allocator} was set: leave out {', and '.join(why)}."
+    return f"{facts.allocator} was set." if facts.allocator else "PYTORCH_ALLOC_CONF was not set."
 
 
 def _of_a_sync(seen: PlacedCause) -> Remedy | None:
@@ -237,6 +268,7 @@ CHOICES: dict[str, Callable[[PlacedCause], Remedy | None]] = {
     "blocking_copy": _of_a_copy,
     "copy_not_overlapped": _of_a_copy,
     "host_sync": _of_a_sync,
+    "allocator": _of_memory,
     "host_work": _of_work,
 }
 """Of causes with more than one remedy, who chooses by what was seen; none where the usual one fits."""

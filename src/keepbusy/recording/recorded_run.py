@@ -64,6 +64,7 @@ def _of_the_run(left: Mapping[str, Any], rank: int) -> dict[str, Any]:
         "plain_runs": {rank: marks} if marks else {},
         "run": typed(Part, left["run"]) if left.get("run") else None,
         "loaders": tuple(typed(LoaderUse, one) for one in left.get("loaders", ())),
+        "allocator": left.get("allocator"),
     }
 
 
@@ -92,7 +93,8 @@ def _further(folder: Path, left: Mapping[str, Any], facts: Mapping[str, Any]) ->
         with suppress(BadInput):
             trace = _trace(within, look, str(facts.get("source", "")))
             timeline = timeline_of(trace, left.get("rank", 0))
-            yield timeline.change_facts(**{**_facts_of_window(look, trace), "reason": _reason(look), **facts})
+            told = {"reason": _reason(look), "allocator": left.get("allocator")}
+            yield timeline.change_facts(**{**_facts_of_window(look, trace), **told, **facts})
 
 
 def _reason(look: Mapping[str, Any]) -> WindowReason:

@@ -52,7 +52,7 @@ from keepbusy.recording.windows import (
 )
 from keepbusy.timeline.files import BadInput, replacing
 from keepbusy.timeline.model import NONE, Timeline
-from keepbusy.timeline.run_facts import DRIFT, SCRIPT, Part
+from keepbusy.timeline.run_facts import DRIFT, SCRIPT, Part, allocator_settings
 
 FACTS, LIVE, TREE = "facts.json", "live", "tree.json"
 """What a process leaves in its folder, beside what its windows saw; the latter two while somebody looks on."""
@@ -510,6 +510,7 @@ class Run:
             "marks": self._marks_facts,
             "uses_gpu": uses_gpu(),
             "after": self._after,
+            "allocator": allocator_settings(),
             "notes": [*self.notes, *self._notes_of_looks()],
         }
 

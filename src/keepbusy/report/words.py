@@ -168,6 +168,7 @@ _FIXES = {
     "decide_on_gpu": "decide on the GPU",
     "do_at_once": "one call in place of the loop",
     "drop_sync": "drop the synchronization",
+    "expand_segments": "let the allocator's segments grow",
     "fuse_optimizer": "use a fused optimizer",
     "gather_ahead": "let FSDP gather ahead",
     "graph": "capture a CUDA graph",

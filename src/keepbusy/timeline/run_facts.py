@@ -5,6 +5,7 @@ Plain data. Times are nanoseconds, of wall-clock time where nothing else is said
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -30,6 +31,11 @@ _LARGEST_QUEUE = 1 << 20
 """No stream is known to take a thousandth part of so many commands before a launch blocks."""
 
 
+def allocator_settings() -> str:
+    """What the environment tells PyTorch's allocator; the first name is new in PyTorch 2.9, and counts for more."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """Of a run, or of one window of it."""
@@ -39,6 +45,7 @@ class RunFacts:
     device: str = ""
     pinned_bandwidth: float | None = None  # bytes a nanosecond that the device's link carries from pinned memory
     torch: str = ""
+    allocator: str | None = None  # what the environment tells PyTorch's allocator; None where nobody looked
     world: int | None = None  # how many ranks the run has, where its traces say so
     groups: Mapping[int, int] = field(default_factory=dict)  # of each group of ranks: how many belong to it
     pending_limit: int | None = None  # commands that may be pending on a stream before a launch blocks

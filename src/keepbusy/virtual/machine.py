@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from keepbusy.instrument.lines import Places
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
+from keepbusy.timeline.run_facts import allocator_settings
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.lanes import NOISE_LIMIT, HostThread
 from keepbusy.virtual.clock.real_time import HostTime, Onlooker, UncountedWork
@@ -396,6 +397,7 @@ class Machine:
         """As `RunFacts` has them."""
         return {
             "torch": torch.__version__,
+            "allocator": allocator_settings(),
             "device": self.device.name,
             "modelled": not self._options[-1],
             "compiled_eagerly": self.compiled_eagerly,
