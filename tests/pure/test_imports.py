@@ -157,13 +157,13 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 646,
-    "timeline": 2516,
+    "timeline": 2523,
     "traces": 2371,
     "instrument": 2376,
-    "recording": 4056,
-    "virtual": 8650,
-    "explain": 4564,
-    "report": 3166,
+    "recording": 4059,
+    "virtual": 8652,
+    "explain": 4598,
+    "report": 3167,
     "runtime": 6143,
     "cli": 3550,
     "fix": 6356,
