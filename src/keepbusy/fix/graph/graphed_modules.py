@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from keepbusy.fix.graph.host_reads import HostReads
 from keepbusy.fix.graph.passes import (
     Given,
     Passage,
@@ -30,9 +31,7 @@ from keepbusy.fix.graph.passes import (
 )
 from keepbusy.fix.live.switch import CHECKED, FixSwitch, is_ours, ours, same_bits
 from keepbusy.instrument.patches import Function, Patches, left_alone
-from keepbusy.runtime.graph.capture import Uncapturable
-from keepbusy.runtime.graph.captured_call import StepCall
-from keepbusy.runtime.graph.host_reads import HostReads
+from keepbusy.runtime.graph.captured_call import StepCall, Uncapturable
 from keepbusy.runtime.graph.names_read import PLAIN
 
 _CALLS_SEEN = 100

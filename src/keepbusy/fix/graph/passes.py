@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keepbusy.fix.live.switch import ours
-from keepbusy.runtime.graph.capture import Uncapturable, capture
-from keepbusy.runtime.graph.captured_call import Inputs, StepCall
+from keepbusy.runtime.graph.captured_call import Inputs, StepCall, Uncapturable, capture
 from keepbusy.runtime.graph.names_read import PLAIN
 
 Given: TypeAlias = Sequence[Tensor | None]
