@@ -164,9 +164,9 @@ LINES = {
     "virtual": 8652,
     "explain": 4598,
     "report": 3167,
-    "runtime": 6143,
+    "runtime": 5594,
     "cli": 3550,
-    "fix": 6356,
+    "fix": 6868,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
