@@ -95,6 +95,11 @@ def test_stalls_one_after_the_other_are_counted() -> None:
     assert "rarely: 4 times 812 ms of a checkpoint" in told(replace(RUN, stalls=(row,)))[-1]
 
 
+def test_two_stalls_are_no_rhythm_where_nothing_is_known_to_bring_them() -> None:
+    row = replace(SAVE, what="", count=2, every=777.0)
+    assert "rarely: 2 times 812 ms at train.py:41" in told(replace(RUN, stalls=(row,)))[-1]
+
+
 def test_a_stall_that_nobody_saw_is_told_without_a_place() -> None:
     assert (
         told(replace(RUN, stalls=(replace(SAVE, what="", lines=()),)))[-1]

@@ -234,6 +234,7 @@ def _after(
     it and with it."""
     step, low, high = (time + left_out for time in (one.predicted.step, one.predicted.low, one.predicted.high))
     turn = step + one.gain
+    high = max(one.predicted.high, min(high, turn))
     after: list[tuple[str, str] | str] = [
         (f"{words.transition(turn, step)} {turns_meant(one)}", GAIN),
         (f" ({words.span_of(low, high, turn)})", FAINT),
@@ -408,7 +409,8 @@ def _stall(stall: RareStall, rank: int) -> str:
 def _when(stall: RareStall) -> str:
     if stall.count == 1:
         return "Once"
-    if stall.regular and round(stall.every) > 1:  # else they came one after the other, and then no more
+    keeps_a_beat = stall.regular and (stall.count > 2 or stall.what)  # any two do
+    if keeps_a_beat and round(stall.every) > 1:  # else they came one after the other, and then no more
         return f"Every {words.count(stall.every)} steps"
     return f"{stall.count} times"
 
