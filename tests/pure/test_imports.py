@@ -163,7 +163,7 @@ LINES = {
     "recording": 4059,
     "virtual": 8652,
     "explain": 4598,
-    "report": 3167,
+    "report": 3169,
     "runtime": 5594,
     "cli": 3550,
     "fix": 6868,
