@@ -75,6 +75,7 @@ DONE = (
     ("pinned memory that is filled again after waiting", "syncs", 0),
     ("memory given back in the loop", "cache", 3),
     ("memory given back in the loop", "garbage", 2),
+    ("streams of its own in the middle", "late_numbers", 8),
     ("averages and steps by hand", "foreach", 16),
     ("state by names, of several types", "foreach", 6),
     ("tensors that share memory, in loops", "foreach", 27),

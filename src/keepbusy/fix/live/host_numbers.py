@@ -199,9 +199,13 @@ _UNSETTLED, _SUMS = (LateSum, LateValue), (LateSum, int, float)
 class LateNumbers:
     """The names that rewritten lines use; it is `__keepbusy_late__` there."""
 
-    def __init__(self, passed: Callable[[FrameType], None]) -> None:
-        """`passed` is told of each line that is put off, or could be."""
-        self._passed = passed
+    def __init__(self, passed: Callable[[FrameType], None], has_streams: Callable[[], bool]) -> None:
+        """`passed` is told of each line that is put off, or could be.
+
+        `has_streams`: whether the program has streams of its own. Then to read a number, which waits, may be what
+        keeps one stream from overtaking another.
+        """
+        self._passed, self._has_streams = passed, has_streams
         self.switch = FixSwitch("late_numbers", "values that are only summed or kept, read when somebody looks")
         self._pages: dict[tuple[torch.device, torch.dtype], ValuePage] = {}
         self._seen: set[Any] = set()
@@ -306,7 +310,7 @@ class LateNumbers:
         return late
 
     def _may_wait(self, values: tuple[Any, ...], others: tuple[Any, ...], depth: int) -> bool:
-        if not self.switch.on or depth > _DEPTH or not (values or depth > 1) or not _in_order():
+        if not self.switch.on or depth > _DEPTH or not (values or depth > 1) or not _in_order() or self._has_streams():
             return False
         return all(map(_can_wait, values)) and all(isinstance(one, _NUMBERS) for one in others)
 

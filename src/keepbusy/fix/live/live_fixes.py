@@ -163,7 +163,8 @@ class LiveFixes:
 
         trial = self.trial = FixTrial()
         self._inference = InferenceTurns(trial.turn)
-        late, copies = LateNumbers(self._inference.passed), DeferredCopies()
+        copies = DeferredCopies()
+        late = LateNumbers(self._inference.passed, lambda: copies.own_streams)
         gradients, foreach = LateGradients(), ForeachLoops()
         for name, called in {
             MARK: gradients.mark,
