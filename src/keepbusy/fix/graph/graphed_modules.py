@@ -42,6 +42,7 @@ _LOOKS_IN_VAIN = 4
 """So many calls may be looked at through which nobody goes back."""
 _KINDS = 4
 """Of calls of one module. Each has graphs, and memory for all that a pass keeps."""
+_KINDS_REMEMBERED = 64
 _SMALLEST = 12
 """Nodes of autograd's. To hand tensors to a graph and back takes as long as launching about so many passes by hand."""
 _AS_FAR = 8
@@ -145,6 +146,7 @@ class GraphedModule:
     def __init__(self, module: nn.Module, all_modules: GraphedModules, is_outermost: bool) -> None:
         self._module, self.all, self._is_outermost = module, all_modules, is_outermost
         self._kinds: dict[Any, GraphedCall] = {}
+        self._seen: set[Any] = set()
         self._calls_left = _CALLS_SEEN
         """Of those that are not as usual."""
 
@@ -161,10 +163,18 @@ class GraphedModule:
         kind = self._kind(call)
         found = self._kinds.get(kind)
         if found is None:
-            if len(self._kinds) == _KINDS or not _is_takeable(call):
+            if not self._comes_back(kind) or len(self._kinds) == _KINDS or not _is_takeable(call):
                 return plain(*given, **named)
             found = self._kinds[kind] = GraphedCall(plain, self)
         return found.run(call)
+
+    def _comes_back(self, kind: Any) -> bool:
+        """Whether there was such a call before: what is of another shape each time is not looked at."""
+        came_before = kind in self._seen
+        if len(self._seen) == _KINDS_REMEMBERED:
+            self._seen.clear()
+        self._seen.add(kind)
+        return came_before
 
     def give_up(self, why: str, has_parts: bool) -> None:
         """One kind of call stays as it is written. `has_parts`: its parts may be launches nonetheless."""
