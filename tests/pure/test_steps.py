@@ -385,3 +385,11 @@ def test_whole_steps_can_be_replayed(timeline: Timeline) -> None:
     later = replay(whole, 3)
     assert (later.spans.end >= later.spans.start).all()
     assert pace(whole) > 0
+
+
+def test_a_script_that_ends_before_its_first_kernel_is_explained() -> None:
+    """It ended before its first kernel, and its weights had been copied one after the other."""
+    script = Run.of()
+    for _ in range(15):
+        script.copy(MB, 40)
+    assert len(whole_steps(script.timeline(virtual=True)).spans.kind)

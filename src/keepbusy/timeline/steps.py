@@ -293,7 +293,8 @@ def comes_again(timeline: Timeline) -> bool:
     they were there to warm up, and the script is explained whole.
     """
     marks = timeline.marks_of(timeline.ranks[0])
-    if len(marks) < 2:
+    kernels = (timeline.spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0])
+    if len(marks) < 2 or not kernels.any():
         return True
     row, gap, lasted = _waits_for_kernels(timeline)
     turn = np.searchsorted(marks, row, side="right") - 1
