@@ -31,6 +31,7 @@ from keepbusy.timeline.files import BadInput
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.cuda.reset_peak_memory_stats()  # of a test that filled the device, which leaves no room for graphs
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     busy = staticmethod(lambda _: False)  # that a program this small waits for nothing is no reason to leave it alone
     monkeypatch.setattr("keepbusy.fix.live.host_waits.DeferredCopies._is_idle", busy)

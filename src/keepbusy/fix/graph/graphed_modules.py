@@ -297,6 +297,9 @@ class GraphedCall:
         if ahead.nodes < _SMALLEST:
             self._give_up("it is too small for a graph to save anything", has_parts=False)
             return self.run(call)
+        if not _has_room():
+            self._give_up("a graph needs memory of its own, and there is too little", has_parts=False)
+            return self.run(call)
         if why := self._finding(ahead, whole):
             self._give_up(why)
             return self.run(call)
@@ -314,11 +317,7 @@ class GraphedCall:
             return "it uses tensors that are trained and are neither its own nor given to it"
         if ahead.has_state:
             return "cuDNN's dropout keeps a state of its own"
-        if why := ahead.finding(whole):
-            return why
-        if not _has_room():
-            return "a graph needs memory of its own, and there is too little"
-        return ""
+        return ahead.finding(whole)
 
     def _begin_anew(self) -> None:
         if self._starts < _FRESH_STARTS:
