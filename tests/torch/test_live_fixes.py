@@ -6,6 +6,7 @@ import builtins
 import gc
 import json
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 from warm_python import warm
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
+from keepbusy.fix.graph import graphed_modules
 from keepbusy.fix.live.late_gradients import LateGradients
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
 from keepbusy.fix.live.switch import FixSwitch
@@ -32,6 +34,8 @@ from keepbusy.timeline.files import BadInput
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.cuda.reset_peak_memory_stats()  # of a test that filled the device, which leaves no room for graphs
+    standing, serves = set(threading.enumerate()), graphed_modules._serves_batches  # threads that a browser left behind
+    monkeypatch.setattr(graphed_modules, "_serves_batches", lambda one: one in standing or serves(one))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
     busy = staticmethod(lambda _: False)  # that a program this small waits for nothing is no reason to leave it alone
     monkeypatch.setattr("keepbusy.fix.live.host_waits.DeferredCopies._is_idle", busy)
