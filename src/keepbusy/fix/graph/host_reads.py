@@ -484,14 +484,19 @@ class _Bytecode:
         elif name not in KNOWN_ATTRIBUTES:
             self._refuse(f"reads .{name} of what cannot be followed")
 
-    def _other(self, one: dis.Instruction) -> None:
+    def _begins_getattr(self, one: dis.Instruction) -> bool:
         if one.opname in _OUTER_NAMES and one.argval == "getattr":
             self._waits_for = "object"
-            return
+            return True
         if self._waits_for == "object" and one.opname not in ("PUSH_NULL", "EXTENDED_ARG"):
             self._waits_for = "name"
             if one.opname not in _NAMES:
                 self.end_path()
+        return False
+
+    def _other(self, one: dis.Instruction) -> None:
+        if self._begins_getattr(one):
+            return
         name, names = one.opname, one.argval if isinstance(one.argval, tuple) else (one.argval,)
         if name in _NAMES:
             self._name = one.argval
