@@ -2273,6 +2273,21 @@ for turn, (x, y) in enumerate(batches(30)):
     found.append(loss.item())
 found += [*weights(net), *net.buffers()]
 """,
+    "sparse tensors given, held and saved": DEEP
+    + """
+class Net(nn.Module):
+    def __init__(self, held): super().__init__(); self.inner = deep()[0]; self.register_buffer("held", held)
+    def forward(self, x, given): return self.inner(torch.sparse.mm(self.held, torch.sparse.mm(given, x)))
+links = torch.eye(8, device="cuda").to_sparse()
+net = Net(links); optimizer = sgd(net)
+for x, y in batches(12):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(net(x, links), y)
+    loss.backward()
+    optimizer.step()
+    found.append(loss.item())
+found += weights(net)
+""",
     "inside of a longer loop with breaks": DEEP
     + """
 net, optimizer = deep(); best = 1e9

@@ -27,6 +27,7 @@ from keepbusy.fix.graph.passes import (
     ReplayedPassage,
     TrainedModule,
     WayBack,
+    is_dense,
     newest_node,
 )
 from keepbusy.fix.live.switch import CHECKED, FixSwitch, is_ours, ours, same_bits
@@ -160,10 +161,12 @@ class GraphedModule:
                 vars(self._module).pop("_compiled_call_impl", None)
             return plain(*given, **named)
         call = StepCall(given, named)
+        if not _is_takeable(call):
+            return plain(*given, **named)
         kind = self._kind(call)
         found = self._kinds.get(kind)
         if found is None:
-            if not self._comes_back(kind) or len(self._kinds) == _KINDS or not _is_takeable(call):
+            if not self._comes_back(kind) or len(self._kinds) == _KINDS:
                 return plain(*given, **named)
             found = self._kinds[kind] = GraphedCall(plain, self)
         return found.run(call)
@@ -213,13 +216,13 @@ def _is_usual() -> bool:
 def _is_takeable(call: StepCall) -> bool:
     here = torch.device("cuda", torch.cuda.current_device())
     return bool(call.tensors) and all(
-        one.device == here and type(one) in (Tensor, nn.Parameter) if isinstance(one, Tensor) else type(one) in PLAIN
+        type(one) in PLAIN or (type(one) in (Tensor, nn.Parameter) and one.device == here and is_dense(one))
         for one in call.leaves
     )
 
 
 class GraphedCall:
-    """Calls of one kind: as they are written, watched, rehearsed, captured, compared, and then replayed."""
+    """Calls of one kind: as they are written, watched, captured, compared, and then replayed."""
 
     def __init__(self, plain: Callable[..., Any], module: GraphedModule) -> None:
         self._plain, self._module, self._all, self._switch = plain, module, module.all, module.all.switch

@@ -111,6 +111,8 @@ class ModuleState:
     def finding(self) -> str:
         if any(isinstance(one, torch.jit.ScriptModule) for one in self._modules):
             return "it is TorchScript"
+        if any(one.layout is not torch.strided for one in self._tensors):
+            return "it holds sparse tensors"
         of_weights = (one._backward_hooks or one._post_accumulate_grad_hooks for one in self._tensors)
         if any(of_weights) or any(one for name, one in self._hooks if "backward" in name):
             return "it has hooks in its backward pass"
@@ -335,7 +337,7 @@ def _content(value: Any, depth: int = _DEEPEST) -> Any:
     """Numbers and texts themselves, tensors by where they lie, containers by what is in them, others by identity."""
     if type(value) in PLAIN:
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided:
         return (value.data_ptr(), value._version) if value.device.type == "cpu" else value.data_ptr()
     if type(value) in _CONTAINERS and depth:
         parts = chain.from_iterable(value.items()) if isinstance(value, dict) else value

@@ -93,8 +93,13 @@ def _saved(node: Any) -> set[int]:
             except RuntimeError:  # it has been freed
                 continue
             parts = held if isinstance(held, tuple | list) else [held]
-            found |= {one.untyped_storage().data_ptr() for one in parts if isinstance(one, Tensor)}
+            found |= {one.untyped_storage().data_ptr() for one in parts if isinstance(one, Tensor) and is_dense(one)}
     return found
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Others, sparse or nested ones, have no memory and no strides to ask for."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def newest_node() -> int:
