@@ -131,6 +131,21 @@ for turn in range(9):
     assert loops(run) == {"train.py:2": 6, "train.py:6": 10 if COUNTS else 6, "train.py:11": 5 if COUNTS else 6}
 
 
+def test_a_loop_is_found_however_deep_the_calls_in_it_go(program: Program) -> None:
+    run = program.run("""\
+def branch(depth):
+    op(100, 50)
+    if depth:
+        branch(depth - 1)
+    op(100, 50)
+for batch in range(8):
+    op(100)
+    branch(90)
+    op(100)
+""")
+    assert loops(run) == {"train.py:6": 8}
+
+
 def test_a_loop_over_one_call_is_counted_where_python_counts(program: Program) -> None:
     run = program.run("""\
 def train():

@@ -36,8 +36,8 @@ def _folder(package: str) -> str:
 
 _TORCH = _folder("torch")
 _BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
-KEPT_USER_LINES = 24
-"""User lines of one chain; recursion may go deeper, and what is further out is left off."""
+KEPT_AT_EITHER_END = 24
+"""User lines of one chain; recursion may go deeper, and its middle is left out: the outer end is where the loops are."""
 USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
 """Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
 is PyTorch's way from a call to an operator, machinery, and ours;
@@ -80,7 +80,9 @@ class Places:
             elif library is None and not key:
                 library = (code, frame.f_lasti)
             frame = frame.f_back
-        whole = (*key[: 2 * KEPT_USER_LINES], library)
+        if len(key) > 4 * KEPT_AT_EITHER_END:
+            del key[2 * KEPT_AT_EITHER_END : -2 * KEPT_AT_EITHER_END]
+        whole = (*key, library)
         known = self._known.get(whole)
         return self._remember(whole) if known is None else known
 
