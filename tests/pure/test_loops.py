@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -24,6 +26,7 @@ from keepbusy.instrument.loops import (
     LoopWatch,
 )
 from keepbusy.instrument.source_loops import SourceLoops
+from keepbusy.recording.line_log import Log
 
 COUNTS = sys.version_info >= (3, 12)
 counting = pytest.mark.skipif(not COUNTS, reason="turns are counted from Python 3.12 on")
@@ -368,6 +371,36 @@ def test_the_time_by_which_a_look_comes_late_passed_where_it_finds_the_program(p
     program.watch.look(due=program.clock.now - 200)
     assert list(program.watch.looks.times) == [20, 40]
     assert [program.chain(0)[-1][1], program.chain(1)[-1][1]] == [4, 9]
+
+
+class Held:
+    """What a weak reference can tell of."""
+
+
+def test_what_the_program_is_done_with_goes_at_once_though_it_was_looked_at() -> None:
+    """The loader's workers end when their iterator goes, and memory is free; none of that waits for the collector."""
+    watch, log = LoopWatch(), Log()
+
+    def hold() -> weakref.ref[Held]:
+        held = Held()
+        for look in (watch.look, log.open_frames):
+            looking = threading.Thread(target=look)
+            looking.start()
+            looking.join()
+        log.open_frames()
+        return weakref.ref(held)
+
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        assert hold()() is None
+        assert not gc.isenabled()
+    finally:
+        if collects:
+            gc.enable()
+    watch.look()
+    assert gc.isenabled() == collects
+    watch.end()
 
 
 # real counting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -124,11 +124,10 @@ def test_the_clock_of_a_thread_that_has_ended_goes_on(monkeypatch: pytest.Monkey
     assert time._time_without_core() == waited
 
 
-def frame_in(file: str) -> FrameType:
-    """A frame of that file's third line."""
-    names: dict[str, FrameType] = {}
-    exec(compile("import sys\n\nframe = sys._getframe()", file, "exec"), names)
-    return names["frame"]
+def place_in(file: str) -> tuple[CodeType, int]:
+    """An instruction of that file's third line."""
+    code = compile("import sys\n\nframe = sys._getframe()", file, "exec")
+    return code, next(begin for begin, _, line in code.co_lines() if line == 3)
 
 
 def seen(moves: bool = False, pauses: int = 0, file: str = "/work/loader.py") -> UncountedWork:
@@ -138,7 +137,7 @@ def seen(moves: bool = False, pauses: int = 0, file: str = "/work/loader.py") ->
     host.pauses = pauses
     looks = UncountedWork(host)
     for _ in range(101):
-        looks.see(frame_in(file), 5_000 * US)
+        looks.see([place_in(file)], 5_000 * US)
         host.work(US if moves else 0)
     return looks
 

@@ -8,11 +8,12 @@ walk and one look-up.
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +24,6 @@ _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OURS = str(Path(__file__).parents[1]) + os.sep
-IMPORT_SYSTEM = "<frozen importlib"
 _SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -37,7 +37,7 @@ def _folder(package: str) -> str:
 _TORCH = _folder("torch")
 _BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
 KEPT_AT_EITHER_END = 24
-"""User lines of one chain; recursion may go deeper, and its middle is left out: the outer end is where the loops are."""
+"""User lines of a chain; recursion may go deeper, and its middle is left out: the outer end is where the loops are."""
 USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
 """Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
 is PyTorch's way from a call to an operator, machinery, and ours;
@@ -105,18 +105,48 @@ class Places:
 
     def _line(self, identity: int, instruction: int) -> str:
         code = self._codes[identity]
-        line = _line_number(code, instruction)
+        line = line_number(code, instruction)
         written = f"{shown(code.co_filename)}({line}): {code.co_name}"
         self.lines[written] = code, line
         return written
 
 
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """Other threads stand still while one looks at their frames, and let go of nothing that it would then hold.
+
+    It has the interpreter to itself for 5 ms, unless it waits for something, or the collector runs the program's own
+    code. Python before 3.12 does not bear that while frames are looked at, either.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def stacks_of(threads: Iterable[int]) -> dict[int, list[tuple[CodeType, int]]]:
+    """Where these threads are, from the inside out: code and instruction. None of their frames outlives the look."""
+    with at_rest():
+        frames = sys._current_frames()
+        found = {one: [(each.f_code, each.f_lasti) for each in outwards(frames.get(one))] for one in threads}
+        frames.clear()  # with our own frame in it, it would last until the collector comes, and all that they hold
+    return found
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def program_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
     """Where a program stands, from the inside out: its own lines and its libraries'."""
-    while frame is not None:
-        if kind_of(frame.f_code.co_filename) in PROGRAM_CODE:
-            yield frame.f_code, frame.f_lineno or 0
-        frame = frame.f_back
+    for one in outwards(frame):
+        if kind_of(one.f_code.co_filename) in PROGRAM_CODE:
+            yield one.f_code, one.f_lineno or 0
 
 
 def holds_loop(code: CodeType) -> bool:
@@ -164,9 +194,14 @@ def _brought_into(folder: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def is_importing(file: str) -> bool:
+    """Whether it is Python's own way of importing, which calls what the module does."""
+    return file.startswith("<frozen importlib")
+
+
 def is_ours(file: str) -> bool:
     """Ours, or Python's own way of importing: code in whose midst the program cannot be left."""
-    return file.startswith((_OURS, IMPORT_SYSTEM)) and file != _SCRIPT
+    return (file.startswith(_OURS) or is_importing(file)) and file != _SCRIPT
 
 
 def _program() -> str:
@@ -186,7 +221,7 @@ def _speaks_for_itself(file: str) -> bool:
     return within.startswith(("optim/", "nn/utils/", "amp/", "distributed/", "utils/data/", "_tensor_str.py"))
 
 
-def _line_number(code: CodeType, instruction: int) -> int:
+def line_number(code: CodeType, instruction: int) -> int:
     for begin, end, line in code.co_lines():
         if begin <= instruction < end and line is not None:
             return line

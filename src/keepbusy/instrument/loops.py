@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from keepbusy.instrument.lines import HIDDEN, IMPORT_SYSTEM, OUTSIDE, USER, kind_of, shown
+from keepbusy.instrument.lines import (
+    HIDDEN,
+    OUTSIDE,
+    USER,
+    at_rest,
+    is_importing,
+    kind_of,
+    line_number,
+    shown,
+    stacks_of,
+)
 from keepbusy.instrument.processes import UnseenThread, processor_times
 from keepbusy.timeline.model import NONE
 
@@ -90,7 +100,7 @@ class Looks:
     def meet(self, code: CodeType) -> int:
         """One that was not there yet; returns its number."""
         file = code.co_filename
-        self.kinds.append(IMPORTING if file.startswith(IMPORT_SYSTEM) else kind_of(file))
+        self.kinds.append(IMPORTING if is_importing(file) else kind_of(file))
         self.codes.append(code)
         return len(self.codes) - 1
 
@@ -129,7 +139,7 @@ class LoopWatch:
         self._every = self._pace = LOOK_INTERVAL
         self._cost = 0
         self._numbers: dict[int, int] = {}  # of codes, by identity: `looks.codes` keeps them alive
-        self._lines: dict[tuple[int, int], Line] = {}  # of each code, by instruction
+        self._lines: dict[tuple[int, int], Line] = {}  # of each code, by identity, and instruction
         self._chains: dict[tuple[Line, ...], int] = {}
         self._last: dict[int, tuple[int, int]] = {}  # of each frame at the last look, its code and how long it stays
         self._stop = (
@@ -231,30 +241,31 @@ class LoopWatch:
         The program waits meanwhile, so a frame's line is asked for once an instruction: finding it takes a walk
         through the code's table.
         """
-        frame, now = self._frame(), self._clock()
-        numbers, kinds, known, before = self._numbers, self.looks.kinds, self._lines, self._last
+        known, before = self._lines, self._last
+        stack: list[tuple[int, CodeType, tuple[int, int], int]] = []
+        with at_rest():
+            frame, now = self._frame(), self._clock()
+            while frame is not None:
+                at = id(frame.f_code), frame.f_lasti
+                stack.append((id(frame), frame.f_code, at, 0 if at in known else frame.f_lineno or 0))
+                frame = frame.f_back
         chain: list[Line] = []
         stays: dict[int, tuple[int, int]] = {}
-        while frame is not None:
-            code = numbers.get(id(frame.f_code))
-            if code is None:
-                code = self._number_of(frame.f_code)
-            kind = kinds[code]
+        for held, code, at, number in stack:
+            line = known.get(at)
+            if line is None:
+                line = known[at] = Line(self._number_of(code), number)
+            kind = self.looks.kinds[line.code]
             if kind == OUTSIDE:
                 break
             if kind == IMPORTING:
                 chain.clear()  # what a module does while it is imported is importing, and no loop of the run
                 stays.clear()
             if kind != HIDDEN or not chain:
-                at = code, frame.f_lasti
-                line = known.get(at)
-                if line is None:
-                    line = known[at] = Line(code, frame.f_lineno or 0)
                 chain.append(line)
                 if kind >= 0 and kind != HIDDEN:
-                    last = before.get(id(frame))
-                    stays[id(frame)] = code, last[1] + 1 if last is not None and last[0] == code else 1
-            frame = frame.f_back
+                    last = before.get(held)
+                    stays[held] = line.code, last[1] + 1 if last is not None and last[0] == line.code else 1
         self._last = stays
         self._note(now if due is None else due, tuple(chain[: -DEEPEST - 1 : -1]), stays)
         if self._native != NONE:
@@ -264,17 +275,13 @@ class LoopWatch:
         """What the processors gave since the last look to other threads that run the program's own code: while one
         thread runs Python, no other does."""
         # of those that PyTorch began, as for a backward pass, the program's own thread waits for what it asked for
-        threads = [one for one in threading.enumerate() if not isinstance(one, threading._DummyThread)]
-        frames = sys._current_frames() if len(threads) > 1 else {}
-        for thread in threads:
-            frame = frames.get(thread.ident or 0)
-            while frame is not None and self._kind_of(frame.f_code) != USER:
-                frame = frame.f_back
-            if thread.native_id is None or frame is None or thread.native_id == self._native:
-                continue
-            given = self._given_to(thread.native_id)
-            line = Line(self._numbers[id(frame.f_code)], frame.f_lineno or 0)
-            self.looks.beside[line] = self.looks.beside.get(line, 0) + given
+        others = [one for one in threading.enumerate() if not isinstance(one, threading._DummyThread)]
+        threads = {one.ident or 0: one.native_id or 0 for one in others if one.native_id not in (None, self._native)}
+        for ident, stack in stacks_of(threads).items() if threads else ():
+            place = next((each for each in stack if self._kind_of(each[0]) == USER), None)
+            if place is not None:
+                line = Line(self._number_of(place[0]), line_number(*place))
+                self.looks.beside[line] = self.looks.beside.get(line, 0) + self._given_to(threads[ident])
 
     def _given_to(self, thread: int) -> int:
         """Since this was last asked of it; nothing the first time."""
@@ -284,8 +291,7 @@ class LoopWatch:
         return max(0, now - before)  # a later thread may be given the number of one that ended
 
     def _kind_of(self, code: CodeType) -> int:
-        number = self._numbers.get(id(code))
-        return self.looks.kinds[self._number_of(code) if number is None else number]
+        return self.looks.kinds[self._number_of(code)]
 
     def _note(self, now: int, chain: tuple[Line, ...], stays: Mapping[int, tuple[int, int]]) -> None:
         looks, counters = self.looks, self._counters
@@ -304,7 +310,9 @@ class LoopWatch:
             self._every *= 2
 
     def _number_of(self, code: CodeType) -> int:
-        number = self._numbers[id(code)] = self.looks.meet(code)
+        number = self._numbers.get(id(code))
+        if number is None:
+            number = self._numbers[id(code)] = self.looks.meet(code)
         return number
 
     def _number_of_chain(self, chain: tuple[Line, ...]) -> int:

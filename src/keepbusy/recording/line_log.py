@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of, shown
+from keepbusy.instrument.lines import LIBRARY, TORCH, USER, kind_of, outwards, shown
 from keepbusy.instrument.loops import Monitor
 from keepbusy.timeline.frame_roles import INSTALLED
 from keepbusy.timeline.model import Ints
@@ -90,10 +90,11 @@ class Log:
         threads = {one.ident: one.native_id for one in threading.enumerate() if one.native_id}
         threads[threading.get_ident()] = threading.get_native_id()  # a child that was forked has another number
         found = {}
-        for ident, top in sys._current_frames().items():
+        tops = {**sys._current_frames(), threading.get_ident(): sys._getframe(1)}  # our own would hold itself
+        for ident, top in tops.items():
             if only not in (None, ident):
                 continue
-            found[ident] = [frame for frame in _outwards(top) if self.detail(frame.f_code)][::-1]
+            found[ident] = [frame for frame in outwards(top) if self.detail(frame.f_code)][::-1]
             for frame in found[ident] if ident in threads else ():
                 now, code = self.clock(), self.number(frame.f_code)
                 self.entries.extend((now, threads[ident] or 0, ENTER, code, 0))
@@ -114,12 +115,6 @@ def _file(code: CodeType) -> str:
     """Of what is installed, so that it is told from the program's own folders: only here is known where it lies."""
     file = shown(code.co_filename)
     return f"{INSTALLED}{file}" if kind_of(code.co_filename) == LIBRARY else file
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # The log once it is closed, as it is kept in a file.
@@ -382,6 +377,8 @@ class _TraceFollower:
                 self.ask.whether()
         elif event == "return":
             self.log.add(LEAVE, frame.f_code)
+            if self._frames and frame is self._frames[-1]:
+                self._frames.pop()  # else what it holds would last as long as the window
         return self._within if self._follows else None
 
 

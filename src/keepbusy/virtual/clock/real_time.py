@@ -21,7 +21,18 @@ from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.instrument.lines import LIBRARY, PROGRAM_CODE, PYTHON, USER, kind_of, program_lines, shown
+from keepbusy.instrument.lines import (
+    LIBRARY,
+    PROGRAM_CODE,
+    PYTHON,
+    USER,
+    at_rest,
+    is_importing,
+    kind_of,
+    line_number,
+    shown,
+    stacks_of,
+)
 from keepbusy.instrument.processes import UnseenThread
 from keepbusy.virtual.clock.lanes import HostThread
 
@@ -98,10 +109,11 @@ class Onlooker:
         clock, ran, never = time.pthread_getcpuclockid(self._watched or 0), 0, threading.Event()
         while not never.wait(_INTERVAL):
             begun, ran_before, ran = perf_counter_ns(), ran, time.clock_gettime_ns(clock)
-            frame = sys._current_frames().get(self._watched or 0)
-            if frame is not None:
-                self.looks.append((begun, self._place(frame)))
-            del frame  # it would keep the program's variables alive
+            with at_rest():
+                frame = sys._current_frames().get(self._watched or 0)
+                if frame is not None:
+                    self.looks.append((begun, self._place(frame)))
+                del frame  # it would keep the program's variables alive
             if ran - ran_before > _THREAD_SWITCH:  # a program that sleeps is not held up
                 self._cost += perf_counter_ns() - begun + _THREAD_SWITCH
 
@@ -142,17 +154,18 @@ class UncountedWork:
         ran = time.clock_gettime_ns(clock)
         while not never.wait(_SLOW_INTERVAL):
             before, ran = ran, time.clock_gettime_ns(clock)
-            self.see(sys._current_frames().get(self._watched), ran - before)
+            self.see(stacks_of([self._watched])[self._watched], ran - before)
 
-    def see(self, frame: FrameType | None, ran: int) -> None:
-        """The thread is at this frame, and had a processor for so long since the look before."""
+    def see(self, stack: Sequence[tuple[CodeType, int]], ran: int) -> None:
+        """The thread is there, from the inside out, and had a processor for so long since the look before."""
         before, self._reached = self._reached, (self._host.now, self._host.modelled_time)
-        if frame is None or self._host.pauses or before != self._reached or before == (0, 0):
+        if not stack or self._host.pauses or before != self._reached or before == (0, 0):
             return
-        if kind_of(frame.f_code.co_filename) in (USER, LIBRARY, PYTHON) and not _imports(frame):
-            own = (one for one in program_lines(frame) if kind_of(one[0].co_filename) == USER)
-            for code, line in islice(own, 1):
-                self.times[f"{shown(code.co_filename)}:{line}"] += ran
+        files = [code.co_filename for code, _ in stack]
+        if kind_of(files[0]) in (USER, LIBRARY, PYTHON) and not any(map(is_importing, files)):
+            own = (one for one in stack if kind_of(one[0].co_filename) == USER)
+            for code, instruction in islice(own, 1):
+                self.times[f"{shown(code.co_filename)}:{line_number(code, instruction)}"] += ran
 
     def add_batches(self, durations: Sequence[int], workers: int) -> None:
         """What so many workers of a loader, side by side, spent on batches."""
@@ -169,12 +182,6 @@ class UncountedWork:
             f"the CPU's time is modelled, so the report leaves out at least {spent / 1e9:.1f} s that Python, NumPy and "
             f"files took on this machine, chiefly {lines}; --clock measured counts them."
         )
-
-
-def _imports(frame: FrameType | None) -> bool:
-    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
-        frame = frame.f_back
-    return frame is not None
 
 
 # The program's own clocks. With real ones a launch, whose values we compute, seems to take long, and the synchronize
