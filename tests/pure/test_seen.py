@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +148,27 @@ def test_the_interpreter_tells_each_line_once_it_begins() -> None:
     assert mine == [2, 3, 4, 5, 4, 5, 4, 5, 4, 6, 7]
     assert sys.gettrace() is None
     assert set(log.rows()[:, 1].tolist()) == {threading.get_native_id()}
+
+
+class Held:
+    """What a weak reference can tell of."""
+
+
+def test_what_a_function_holds_goes_with_it_while_the_window_is_open() -> None:
+    if sys.gettrace() is not None:
+        pytest.skip("somebody else traces this process")
+    watching = follower(Log(count().__next__))
+    names: dict[str, Any] = {"Held": Held, "begin": watching.begin, "ref": weakref.ref}
+    source = "def load():\n    held = Held()\n    begin()\n    return ref(held)\n"
+    exec(compile(source, "/home/user/train.py", "exec"), names)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        assert names["load"]()() is None
+    finally:
+        watching.end()
+        if collects:
+            gc.enable()
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="sys.monitoring follows all threads")
