@@ -16,6 +16,8 @@ FLAGS = [
     *("--font-render-hinting=none", "--force-color-profile=srgb"),
 ]
 Open = Callable[..., Any]
+PATIENCE = 600_000
+"""Milliseconds that a page may take: on a machine that others use, half a minute can be too short."""
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +57,7 @@ class Tabs:
         kind = tuple(screen.items())
         if kind not in self._pages:
             page = self._chromium.new_context(viewport={"width": 1280, "height": 900}, **screen).new_page()
+            page.set_default_timeout(PATIENCE)
             page.on("console", lambda said: self._complain(said.type in ("error", "warning"), said.text))
             page.on("pageerror", lambda error: self._complain(True, str(error)))
             page.on("request", lambda asked: self._complain(self._is_fetched(asked.url), asked.url))
