@@ -102,6 +102,24 @@ def test_a_loop_of_reads_is_read_at_once() -> None:
     assert found.plain_step == near(4_000 + 60 * 32)
     assert cause(found, "host_sync").predicted.step == near(4_000 + 60 * 3, 0.03)
     assert cause(found, "host_sync").where.file == "metrics.py"
+    assert found.plan[0].fix == "read_at_once"
+
+
+def test_a_loop_may_read_several_values_in_each_round() -> None:
+    """As a server that answers each request of a batch: its best label, and how sure it is of it."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4)
+        for _ in range(60):
+            run.launch(3, at=["serve.py(24): answer", "aten::argmax"])
+            run.sync(at=["serve.py(25): answer", *ITEM]).work(20)
+            run.sync(at=["serve.py(26): answer", *ITEM]).work(20)
+
+    found = told(body)
+    [first, *_] = found.plan
+    assert (first.fix, first.causes) == ("read_at_once", ("host_sync",))
+    assert [str(place) for place in first.where] == ["serve.py:25"]
+    assert first.predicted.step == near(4_000 + 60 * 3, 0.03)
 
 
 def test_reads_between_which_the_program_goes_on_are_no_one_operation() -> None:

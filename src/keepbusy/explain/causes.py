@@ -258,6 +258,29 @@ class Scene:
             frame = np.where(python[frame], frame, parent[frame])
         return frame
 
+    @cached_property
+    def reads_in_a_row(self) -> list[Ints]:
+        """The host's rows from the first to the last of values that a loop reads one by one, some in each of its rounds
+        and with hardly a launch between them."""
+        spans, frame = self.timeline.spans, self.outermost(self.frames_with(Role.READS))
+        scalar = np.append(self.frames_with(Role.READS_SCALAR), False)[frame]
+        reads = np.flatnonzero(self.is_sync & ~self.waits_for_large_copy & scalar)
+        launched = np.concatenate([[0], np.cumsum(self.command != NONE)])
+        # a read in each of many short steps is none of a loop within a step
+        step = np.searchsorted(self.timeline.marks, reads, side="right")
+        alike = np.stack([spans.lane[reads], step, self.path[frame[reads]]])
+        order = np.lexsort((reads, *alike))
+        reads, alike = reads[order], alike[:, order]
+        goes_on = (np.diff(launched[reads]) <= LAUNCHES_BETWEEN) & (np.diff(alike) == 0).all(axis=0)
+        chains = [one for one in np.split(reads, np.flatnonzero(~goes_on) + 1) if len(one) > IN_A_ROW]
+        found = list[tuple[int, int, int]]()
+        for lane, first, last in sorted((int(spans.lane[one[0]]), int(one[0]), int(one[-1])) for one in chains):
+            if found and found[-1][0] == lane and first < found[-1][2]:  # another value of the same rounds
+                found[-1] = lane, found[-1][1], max(found[-1][2], last)
+            else:
+                found.append((lane, first, last))
+        return [np.flatnonzero(spans.lane[first : last + 1] == lane) + first for lane, first, last in found]
+
     def _launch_free(self) -> Mask:
         """Which frames launch nothing."""
         spans, frames = self.timeline.spans, self.timeline.frames
@@ -304,7 +327,7 @@ def _find_reads(scene: Scene, draft: Draft) -> None:
     draft.edit.work[inside] = 0
     draft.culprit[inside] = culprit
     _send_no_objects(scene, draft, syncs)
-    _read_together(scene, draft, frame, syncs)
+    _read_together(scene, draft)
     draft.count = len(syncs)
 
 
@@ -321,24 +344,12 @@ def _send_no_objects(scene: Scene, draft: Draft, syncs: Ints) -> None:
     draft.culprit[commands] = draft.culprit[scene.launch[commands]]
 
 
-def _read_together(scene: Scene, draft: Draft, frame: Ints, syncs: Ints) -> None:
-    """Values read one by one in a loop: who reads them together computes them together, as one operation did before."""
-    spans = scene.timeline.spans
-    reads = syncs[frame[syncs] != NONE]
-    reads = reads[scene.frames_with(Role.READS_SCALAR)[frame[reads]]]
-    path, lane = scene.path[frame[reads]], spans.lane[reads]
-    launched = np.concatenate([[0], np.cumsum(scene.command != NONE)])
-    between = launched[reads[1:]] - launched[reads[:-1]]
-    alike = (path[1:] == path[:-1]) & (lane[1:] == lane[:-1]) & (between <= LAUNCHES_BETWEEN)
-    step = np.searchsorted(scene.timeline.marks, reads, side="right")
-    alike &= step[1:] == step[:-1]  # a read in each of many short steps is none of a loop within a step
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], alike.astype(np.int8), [0]])))
-    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-        if last - first >= IN_A_ROW:
-            rows = np.arange(reads[first] + 1, reads[last])
-            rows = rows[spans.lane[rows] == lane[first]]
-            draft.edit.work[rows] = 0
-            draft.culprit[rows] = reads[first]
+def _read_together(scene: Scene, draft: Draft) -> None:
+    """Who reads the values of a loop together computes them together, as one operation did before."""
+    for rows in scene.reads_in_a_row:
+        draft.edit.work[rows[1:-1]] = 0
+        draft.culprit[rows[1:-1]] = rows[0]
+        draft.culprit[np.isin(draft.culprit, rows)] = rows[0]
 
 
 def _sync_of_frame(frame: Ints, syncs: Ints) -> Ints:

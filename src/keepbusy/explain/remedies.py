@@ -162,7 +162,10 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["scaler"]
     called, run = seen.where.operator, seen.scene.timeline.facts.run
     known = next((PARTICULAR[name] for pattern, name in SYNCS.items() if re.search(pattern, called)), None)
-    return known or (PARTICULAR["decided_here"] if run is not None and str(seen.where) in run.decides else None)
+    if known is None and run is not None and str(seen.where) in run.decides:
+        return PARTICULAR["decided_here"]
+    in_a_row = np.isin(seen.rows, [rows[0] for rows in seen.scene.reads_in_a_row]).all()
+    return PARTICULAR["read_at_once"] if known is None and in_a_row else known
 
 
 def _of_a_collective(seen: PlacedCause) -> Remedy | None:

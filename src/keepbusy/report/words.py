@@ -189,6 +189,7 @@ _FIXES = {
     "prefetch": "prefetch batches",
     "prepare_in_workers": "prepare batches in workers",
     "share_among_workers": "give every worker a share of the data",
+    "read_at_once": "read all values at once",
     "readback": "read the value later",
     "save_later": "write the checkpoint in the background",
     "send_from_gpu_to_gpu": "send from GPU to GPU",

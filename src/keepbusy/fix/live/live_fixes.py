@@ -40,7 +40,7 @@ NOISE = 0.02
 _SHOWN = 4
 _MADE_BY = {
     "copies": {"prefetch", "pin_memory", "keep_on_device", "make_on_device", "copy_beside"},
-    "late_numbers": {"readback", "drop_sync"},
+    "late_numbers": {"readback", "read_at_once", "drop_sync"},
     "draws": {"make_on_device", "move_off_the_loop"},
     "workers": {"prepare_in_workers"},
     "syncs": {"drop_sync"},

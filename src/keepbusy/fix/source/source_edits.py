@@ -707,6 +707,7 @@ EDITS: dict[str, SourceEdit] = {
 WAYS = {
     "prefetch": ("prefetch", "make_on_device"),
     "readback": ("readback", "save_later", "keep_shapes"),
+    "read_at_once": ("readback",),
     "graph": ("graph", "fuse_optimizer"),
     "compile": ("fuse_optimizer",),
 }
