@@ -63,6 +63,25 @@ def test_of_shapes_that_depend_on_values_half_is_taken(run) -> None:
     ], done.stderr
 
 
+FINITE = """\
+import torch
+net = torch.nn.Linear(8, 8).cuda()
+loss = net(torch.randn(4, 8, device="cuda")).pow(2).mean()
+if not torch.isfinite(loss):
+    raise RuntimeError("the loss is not finite")
+print([bool(one) for one in (
+    torch.isfinite(net.weight).all(), (~torch.isfinite(loss)).any(), torch.isnan(loss), torch.isinf(loss),
+    loss == loss, loss == 1,
+)])
+"""
+
+
+def test_what_nobody_computed_is_finite(run) -> None:
+    """Else a program that stops where its loss is not a number stops at once."""
+    done = run(FINITE, before=("--values", "none", "--clock", "modelled", "--quiet"))
+    assert done.stdout.splitlines() == ["[True, False, False, False, True, False]"], done.stderr
+
+
 ON_THE_HOST = """\
 import resource
 import torch
