@@ -66,7 +66,7 @@ STALLED = Diagnosis(
     harmless=(
         Harmless("host_sync", Where("train.py", 60, exact=True), 12, "the host would not have been ahead anyway"),
         Harmless("host_sync", Where("train.py", 62, exact=True), 2, "the host would not have been ahead anyway"),
-        Harmless("allocator", Where("train.py", 70, exact=True), 1, "it happens while the GPU is busy"),
+        Harmless("allocator", Where("train.py", 70, exact=True), 1 / 48, "it happens while the GPU is busy"),
     ),
     predicted=predicted(8.6, 8.2, 9.9),
     noise=ms(0.9),

@@ -336,7 +336,8 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
         total, name = sum(one.count for one in places), look(places[0].cause).name
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        yield f"{name}{where}{more} ({words.count(total)} a step) {_cost(places[0].gain, step)}: {tame(why)}"
+        often = f"{words.count(total)} a step" if total > 0.5 else words.every(1 / total, "step")
+        yield f"{name}{where}{more} ({often}) {_cost(places[0].gain, step)}: {tame(why)}"
 
 
 def _lessons(seen: tuple[Harmless, ...], step: int) -> Iterator[str]:
