@@ -814,6 +814,9 @@ def test_what_saves_nothing_of_the_run_is_no_row_unless_another_one_needs_it() -
     text = " ".join(terminal.render(replace(HEALTHY, run=TREE, plan=(small, large))).split())
     assert "1 read the value later" in text
     assert "1 more would save less than 78.0 ms of this run: drop the synchronization." in text
+    once = replace(small, fix="compile", gain=MS, reason="Compiling takes some 20 s, once.")
+    text = " ".join(terminal.render(replace(HEALTHY, run=TREE, plan=(once, large))).split())
+    assert "It may take 1.0 ms off each step of a longer run. Compiling takes some 20 s, once." in text
     needed = replace(large, needs=(small.named,))
     assert "more would save" not in terminal.render(replace(HEALTHY, run=TREE, plan=(small, needed)))
 

@@ -175,6 +175,10 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         time = duration(round(WORTH_A_ROW * diagnosis.run.time))
         each = " each" if len(left) > 1 else ""
         yield line((f"{len(left)} more would save less than {time} of this run{each}: {named}.", FAINT))
+        for one in left:  # this run may be a short one of a program that runs for days
+            if one.fix == "compile" and one.gain > diagnosis.noise:
+                gained = f"It may take {duration(one.gain, diagnosis.plain_step)} off each step of a longer run."
+                yield line((f"{gained} {one.reason}", FAINT), indent=3)
 
 
 def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:
