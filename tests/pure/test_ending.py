@@ -58,6 +58,30 @@ def test_what_goes_wrong_in_the_signals_handler_keeps_no_program_alive() -> None
     assert done.returncode == -signal.SIGTERM
 
 
+OURS = """\
+import keepbusy
+source = '''
+def write(half):
+    print("begun", flush=True)
+    half()
+    print("written", flush=True)
+'''
+names = {}
+exec(compile(source, keepbusy.__file__, "exec"), names)
+"""
+
+
+def test_a_signal_waits_for_a_call_of_ours_and_for_no_more() -> None:
+    """A program may spend all of its time in these."""
+    calls = OURS + "names['write'](lambda: os.kill(os.getpid(), signal.SIGTERM))\nprint('not reached', flush=True)\n"
+    assert said(ended(calls, in_handler=False)) == (-signal.SIGTERM, "begun\nwritten\nfinished\n", "")
+
+
+def test_a_second_signal_ends_it_in_the_middle_of_a_call_of_ours() -> None:
+    calls = OURS + "def half():\n    for _ in range(2): os.kill(os.getpid(), signal.SIGTERM)\nnames['write'](half)\n"
+    assert said(ended(calls, in_handler=False)) == (-signal.SIGTERM, "begun\n", "")
+
+
 HANGS = """\
 import ctypes
 mutex = ctypes.create_string_buffer(64)
@@ -68,9 +92,11 @@ libc.pthread_mutex_lock(mutex)  # never comes back, and no signal gets it out
 """
 
 
-def test_a_program_that_hangs_in_a_call_is_ended_by_the_signal_as_it_would_be_alone() -> None:
+@both
+def test_a_program_that_hangs_in_a_call_is_ended_by_the_signal_as_it_would_be_alone(in_handler: bool) -> None:
     """As a rank that waits for a peer which has died."""
-    assert said(ended(HANGS)) == (-signal.SIGTERM, "", "")
+    soon = "import keepbusy.instrument.script as script\nscript._PATIENCE = script._PATIENCE_WITH_US = 0.2\n"
+    assert said(ended(HANGS, in_handler, before=soon)) == (-signal.SIGTERM, "", "")
 
 
 def test_a_handler_of_the_programs_own_is_left_alone() -> None:

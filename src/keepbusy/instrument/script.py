@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, TextIO
 
-from keepbusy.instrument.lines import PROGRAM_CODE, is_ours, kind_of
+from keepbusy.instrument.lines import PROGRAM_CODE, is_ours, kind_of, outwards
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.processes import UnseenThread
 from keepbusy.timeline.files import BadInput
@@ -214,10 +214,9 @@ def _say(text: str) -> None:
 # How its process ends.
 
 _set, _get = signal.signal, signal.getsignal
-_RETRY = 0.002
-"""Seconds after which the signal is sent again where it came at a bad moment."""
-_PATIENCE = 3.0
-"""Seconds after which a program that stands in a call which does not come back is ended without us."""
+_PATIENCE, _PATIENCE_WITH_US = 3.0, 20.0
+"""Seconds after which a program that stands in a call which does not come back is ended without us. An operator that we
+compute may take long."""
 
 
 class Ending:
@@ -234,13 +233,13 @@ class Ending:
         self._finish, self._in_handler, self._process = finish, in_handler, os.getpid()
         self._signal, self._depth = 0, sys.getrecursionlimit()
         self._handled, self._wakeup, self._patches = threading.Event(), -1, Patches()
+        self._is_awaited = False  # that a call of ours ends, and then the program
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread() and _get(signal.SIGTERM) is signal.SIG_DFL:
             _set(signal.SIGTERM, self._terminated)
             for name in ("signal", "getsignal"):
                 self._patches.replace(signal, name, self._without_ours)
-            if in_handler:
-                self._hear_signals()
+            self._hear_signals()
             os.register_at_fork(after_in_child=self._let_go)
 
     def by(self, number: int) -> None:
@@ -257,14 +256,18 @@ class Ending:
             _die_of(self._signal)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
+        ours = None if self._in_handler or self._is_awaited else _call_of_ours(frame)
+        if ours is not None and os.getpid() == self._process:
+            self._is_awaited = True
+            _at_return(ours, lambda: self._end_by(number, finishes=True))
+        else:
+            self._end_by(number, finishes=not self._is_awaited)
+
+    def _end_by(self, number: int, finishes: bool) -> None:
         self._handled.set()
-        if os.getpid() == self._process and not self._in_handler and _is_within_us(frame):
-            self._handled.clear()
-            if _starts(threading.Timer(_RETRY, signal.pthread_kill, (threading.main_thread().ident, number))):
-                return  # what is being written down is half written: this waits until it is done
         _set(number, signal.SIG_DFL)
         try:
-            if os.getpid() == self._process:
+            if finishes and os.getpid() == self._process:
                 report = threading.Thread(target=self._last, name="keepbusy report")
                 if self._in_handler or not _starts(report):
                     self._last()
@@ -299,8 +302,9 @@ class Ending:
         UnseenThread(lambda: self._hear(heard))
 
     def _hear(self, heard: int) -> None:
+        patience = _PATIENCE if self._in_handler else _PATIENCE_WITH_US
         while came := os.read(heard, 1):
-            if came[0] == signal.SIGTERM and not self._handled.wait(_PATIENCE) and self._is_ours():
+            if came[0] == signal.SIGTERM and not self._handled.wait(patience) and self._is_ours():
                 ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python would have this said in the main thread
                 os.kill(self._process, signal.SIGTERM)
 
@@ -325,13 +329,30 @@ def _starts(thread: threading.Thread) -> bool:
     return True
 
 
-def _is_within_us(frame: FrameType | None) -> bool:
-    """Whether the program's innermost line has called us, or is importing."""
-    while frame is not None and kind_of(frame.f_code.co_filename) not in PROGRAM_CODE:
-        if is_ours(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
+def _call_of_ours(frame: FrameType | None) -> FrameType | None:
+    """The call of ours, or the import, that the program's innermost line stands in: it may be half done."""
+    found: FrameType | None = None
+    for one in outwards(frame):
+        if is_ours(one.f_code.co_filename):
+            found = one
+        elif found is not None or kind_of(one.f_code.co_filename) in PROGRAM_CODE:
+            break
+    return found
+
+
+def _at_return(frame: FrameType, act: Callable[[], object]) -> None:
+    """`act` is called once this frame is left. Python tells that of a frame only while it traces."""
+    before, own = sys.gettrace(), frame.f_trace
+
+    def trace(_: FrameType, event: str, __: object) -> Any:
+        if event == "return":
+            sys.settrace(before)
+            frame.f_trace = own
+            act()
+        return trace
+
+    frame.f_trace = trace
+    sys.settrace(lambda *_: None)
 
 
 def _die_of(number: int) -> None:
