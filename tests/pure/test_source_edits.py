@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from keepbusy.fix.source.source_edits import EDITS, edited, where_now
+from keepbusy.fix.source.source_edits import EDITS, changed_lines, edited, where_now
 
 LOOP = """\
 import torch
@@ -179,6 +179,12 @@ def test_gradients_are_left_where_nobody_knows_which_is_the_last(part: str, othe
     assert edited(RANKED.replace(part, other), "accumulate", range(1, 9)) is None
 
 
+@pytest.mark.parametrize("header", ["for k in range(n)", "for k, x in enumerate(batches)"])
+def test_a_loop_that_does_not_go_back_has_no_last_gradients(header: str) -> None:
+    source = f"net = DDP(m)\n{header}:\n    losses[k] = net(x(k)).item()\n"
+    assert edited(source, "accumulate", [3]) is None
+
+
 TURNS = """\
 import torch
 
@@ -278,6 +284,28 @@ def test_an_optimizer_is_fused_unless_it_chose_otherwise() -> None:
         ["a = torch.optim.AdamW(p, lr=1e-3)"],
         ["a = torch.optim.AdamW(p, lr=1e-3, fused=True)"],
     )
+    for arguments in ("p, lr=1e-3, **extra", "**settings"):  # which may say fused already, as nanoGPT's does
+        assert edited(f"import torch\na = torch.optim.AdamW({arguments})\n", "fuse_optimizer", [2]) is None
+
+
+@pytest.mark.parametrize("begin", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(("source", "fix", "line"), [(LOOP, "keep_memory", 19), (READS, "readback", 6)])
+def test_ends_of_lines_stay_as_they_are(source: str, fix: str, line: int, begin: str, end: str) -> None:
+    plain = edited(source, fix, [line])
+    assert plain is not None
+    foreign = begin + source.rstrip().replace("\n", end)
+    assert edited(foreign, fix, [line]) == begin + plain.rstrip().replace("\n", end)
+
+
+@pytest.mark.parametrize(
+    ("fix", "line", "places"),
+    [("readback", 16, [16]), ("fuse_optimizer", 1, []), ("keep_memory", 19, [19]), ("num_workers=8", 11, [8])],
+)
+def test_a_change_is_told_of_where_it_stands(fix: str, line: int, places: list[int]) -> None:
+    """A form feed ends no line of Python's."""
+    source = f"x = 1  # \f\n{LOOP}"
+    assert changed_lines(source, edited(source, fix, [line + 1]) or source) == [one + 1 for one in places]
 
 
 @pytest.mark.parametrize("fix", EDITS)

@@ -81,15 +81,16 @@ def test_what_holds_is_proven_and_written_also_of_a_module(folder: Path) -> None
     package = folder / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "train.py").write_text(BUSY)
+    (package / "train.py").write_bytes(BUSY.rstrip().replace("\n", "\r\n").encode())  # as an editor leaves it
     done = keepbusy(folder, "fix", "--write", "--on", "l4", "--clock", "modelled", "-m", "mine.train")
     assert done.returncode == 0, done
     assert done.stdout.startswith("-m mine.train: a step takes ")
     assert "read the value later at mine/train.py:13\n  gains " in done.stdout
     assert "predicted; the same to the last bit\n" in done.stdout
-    assert done.stdout.endswith("written: mine/train.py\n")
-    now = BUSY.replace("loss.item()", "loss.detach().double()")
-    assert (package / "train.py").read_text() == now.replace("    print", "    total = float(total)\n    print")
+    assert done.stdout.endswith("\n\\ No newline at end of file\nwritten: mine/train.py\n")
+    now = BUSY.rstrip().replace("loss.item()", "loss.detach().double()")
+    now = now.replace("    print", "    total = float(total)\n    print").replace("\n", "\r\n")
+    assert (package / "train.py").read_bytes() == now.encode()
 
 
 RANKS = """\
@@ -201,6 +202,22 @@ def test_a_turn_of_many_launches_is_written_as_a_graph(folder: Path) -> None:
     assert "+    loss = train_step(x)\n" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("model.parameters()", "use a fused optimizer at train.py:5 (in the plan: capture a CUDA graph at train.py:"),
+        ("model.parameters(), **dict(fused=True)", "  advice, for it cannot be written at these lines: "),
+    ],
+)
+def test_another_fix_is_named_where_it_stands_and_the_plan_s_as_advice(folder: Path, settings: str, told: str) -> None:
+    """A value read in the turn keeps it from being a graph."""
+    source = MANY_LAUNCHES.replace("    loss.backward()", "    seen = loss.item()\n    loss.backward()")
+    (folder / "train.py").write_text(source.replace("model.parameters()", settings))
+    done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
+    assert done.returncode == 0, done
+    assert told in done.stdout
+
+
 def test_a_program_that_computes_something_else_each_time_is_told_so(folder: Path) -> None:
     source = BUSY.replace("torch.ones((),", "torch.tensor(os.urandom(1)[0] / 256,").replace("torch\n", "torch, os\n", 1)
     (folder / "train.py").write_text(source)
@@ -225,8 +242,14 @@ print(total)
 
 
 def test_what_only_infers_is_held_against_its_outputs(folder: Path) -> None:
-    (folder / "infer.py").write_text(INFERENCE)
-    done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "infer.py")
+    """Also in a module of another folder, of which `patch` takes no name that begins with `..` or `/`."""
+    main = "import sys\nsys.path.append('../shared')\nimport infer\n"
+    for name, source in (("shared/infer.py", INFERENCE), ("task/main.py", main)):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text(source)
+    done = keepbusy(folder / "task", "fix", "--on", "l4", "--clock", "modelled", "main.py")
+    assert "\n--- a/shared/infer.py\n+++ b/shared/infer.py\n" in done.stdout, done
+    assert f"\nthe diff names files from {folder} on: `patch -p1 -d {folder}` takes it\n" in done.stdout
     assert "+        total += out.mean().detach().double()\n" in done.stdout, done
     assert "the same to the last bit" in done.stdout
 

@@ -38,7 +38,7 @@ from keepbusy.report.words import duration
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
+    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
     from keepbusy.fix.source.proof import RunResults
 
 EXAMPLES = """\
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.write:
         for file, source in held.items():
             with replacing(Path(file)) as part:
-                part.write_text(source, encoding="utf-8")
+                part.write_bytes(source.encode())
         told.append(f"written: {', '.join(held)}\n" if held else "nothing was written\n")
     elif held:
         told.append("nothing was written; --write does\n")
@@ -95,7 +95,7 @@ class TrialRun:
 
 def _tried(runs: CandidateRuns, before: TrialRun) -> dict[str, str]:
     """The sources with all fixes that hold; what became of each is shown at once."""
-    from keepbusy.fix.source.source_edits import ways_of
+    from keepbusy.fix.source.source_edits import edit_of, ways_of
 
     plan, last = before.diagnosis.plan, before
     several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
@@ -103,23 +103,26 @@ def _tried(runs: CandidateRuns, before: TrialRun) -> dict[str, str]:
     held: dict[str, str] = {}
     vain: list[dict[str, str]] = []
     for planned in plan:
-        changed = False
+        is_told = False  # what comes of it, and not only of another in its place
         for way in ways_of(planned.fix):
             candidate = held | _edited(planned, way, held)
             if candidate == held or candidate in vain:
                 continue
-            changed = True
+            is_told |= way == planned.fix
+            where = _changed_at(held, candidate) or planned.where
             try:
                 now = runs.tried(candidate, f"with '{words.fix(way)}'")
                 told = runs.proven(planned, way, before, (held, last), now)
             except BadInput as error:
-                print_parts([_told(planned, way, f"left out: {str(error).rstrip('.')}")])
+                told = f"left out: {str(error).rstrip('.')}"
                 vain.append(candidate)
             else:
-                print_parts([_told(planned, way, told)])
-                held, last = candidate, now
-        if not changed:
-            print_parts([_told(planned, planned.fix, f"advice: {planned.code or planned.advice}")])
+                held, last, is_told = candidate, now, True
+            print_parts([_told(planned, way, where, told)])
+        if not is_told:
+            is_foreign = edit_of(planned.fix) and not _edited(planned, planned.fix, held)
+            why = ", for it cannot be written at these lines" if is_foreign else ""
+            print_parts([_told(planned, planned.fix, planned.where, f"advice{why}: {planned.code or planned.advice}")])
     return held
 
 
@@ -238,20 +241,54 @@ def _edited(planned: PlannedFix, way: str, held: dict[str, str]) -> dict[str, st
             files.setdefault(where.file, []).append(where.line)
     changed: dict[str, str | None] = {}
     for file, lines in files.items():
-        own = Path(file).read_text(encoding="utf-8")
+        try:
+            own = _source(file)
+        except UnicodeDecodeError:  # it names another encoding, as few do
+            continue
         now = held.get(file, own)
         changed[file] = edited(now, way, where_now(own, now, lines))
     return {file: source for file, source in changed.items() if source is not None}
 
 
-def _told(planned: PlannedFix, way: str, what: str) -> str:
-    places = ", ".join(str(one) for one in planned.where[:3])
-    another = "" if way == planned.fix else f" (in the plan: {words.fix(planned.fix)})"
-    return f"\n{words.fix(way)} at {places}{another}\n  {what}\n"
+def _source(file: str) -> str:
+    """With the ends of its lines as they are, which a diff has to keep."""
+    return Path(file).read_bytes().decode()
+
+
+def _changed_at(held: dict[str, str], candidate: dict[str, str]) -> list[Where]:
+    """The places where a candidate changes the sources that hold, as the user's files number their lines."""
+    from keepbusy.explain.diagnosis import Where
+    from keepbusy.fix.source.source_edits import changed_lines, where_now
+
+    places = []
+    for file in (one for one in candidate if candidate[one] != held.get(one)):
+        own = _source(file)
+        now = held.get(file, own)
+        lines = where_now(now, own, changed_lines(now, candidate[file]))
+        places += [Where(file=file, line=line) for line in lines]
+    return places
+
+
+def _told(planned: PlannedFix, way: str, where: Sequence[Where], what: str) -> str:
+    another = "" if way == planned.fix else f" (in the plan: {words.fix(planned.fix)} at {_listed(planned.where)})"
+    return f"\n{words.fix(way)} at {_listed(where)}{another}\n  {what}\n"
+
+
+def _listed(where: Sequence[Where]) -> str:
+    return ", ".join(str(one) for one in where[:3])
 
 
 def _diffs(held: dict[str, str]) -> Iterator[str]:
+    """Named from this folder on, or from one above it that holds all files: `patch` takes no names from above."""
+    from keepbusy.fix.source.source_edits import lines_of
+
+    here = Path.cwd()
+    whole = {file: Path(os.path.normpath(here / file)) for file in held}
+    shared = Path(os.path.commonpath([here, *(one.parent for one in whole.values())]))
     for file, source in held.items():
-        before = Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
+        name = whole[file].relative_to(shared).as_posix()
         yield "\n"
-        yield from difflib.unified_diff(before, source.splitlines(keepends=True), f"a/{file}", f"b/{file}")
+        for line in difflib.unified_diff(lines_of(_source(file)), lines_of(source), f"a/{name}", f"b/{name}"):
+            yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+    if shared != here:
+        yield f"\nthe diff names files from {shared} on: `patch -p1 -d {shared}` takes it\n"

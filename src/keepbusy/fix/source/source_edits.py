@@ -10,6 +10,7 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from io import StringIO
 from typing import Any
 
 import libcst as cst
@@ -27,6 +28,8 @@ from libcst.metadata import (
 from keepbusy.fix.syntax.loop_turns import last_turn
 from keepbusy.fix.syntax.rewriting import rewritten
 
+_BOM = "\ufeff"
+"""With which files of some editors begin; LibCST drops it."""
 _WRAPPERS = {"enumerate", "tqdm", "track"}
 _SAME_ANYWHERE = {f"torch.{name}" for name in ("zeros", "ones", "full", "arange", "eye", "empty")}
 """What torch makes the same on every device."""
@@ -69,19 +72,31 @@ def edited(source: str, fix: str, lines: Sequence[int]) -> str | None:
         module = edit.write(MetadataWrapper(cst.parse_module(source)), frozenset(lines))
     except (cst.ParserSyntaxError, RecursionError):
         return None
-    if module is None or module.code == source:
+    if module is None or module.code == source.removeprefix(_BOM):
         return None
     if m.findall(module, m.Attribute(value=m.Name("keepbusy"))):
         context = CodemodContext()
         AddImportsVisitor.add_needed_import(context, "keepbusy")
         module = AddImportsVisitor(context).transform_module(module)
-    return module.code
+    return f"{source[: source.startswith(_BOM)]}{module.code}"
+
+
+def lines_of(source: str) -> list[str]:
+    """As Python numbers them, each with its end: `splitlines` would end one at a form feed, too."""
+    return StringIO(source).readlines()
 
 
 def where_now(source: str, changed: str, lines: Iterable[int]) -> list[int]:
     """The same lines once other fixes have moved them; those that were changed themselves are no longer there."""
-    same = SequenceMatcher(None, source.splitlines(), changed.splitlines(), autojunk=False).get_matching_blocks()
+    same = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_matching_blocks()
     return [line - one.a + one.b for line in lines for one in same if one.a < line <= one.a + one.size]
+
+
+def changed_lines(source: str, changed: str) -> list[int]:
+    """The lines of the source that another one changes; where it only puts lines in, those that they stand before."""
+    steps = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_opcodes()
+    put_in = [begin + 1 for what, begin, *_ in steps if what == "insert"]
+    return [at + 1 for what, *span, _, _ in steps if what in ("replace", "delete") for at in range(*span)] or put_in
 
 
 def edit_of(fix: str) -> SourceEdit | None:
@@ -289,11 +304,12 @@ def _device_of(method: str, call: cst.Call) -> str | None:
 
 
 class _Fused(_AtLines):
-    """`fused=True` for optimizers that chose no implementation."""
+    """`fused=True` for optimizers that chose no implementation; what comes in a dictionary may choose one."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802, ARG002
         called = _dotted(updated_node.func)
         chosen = any(_keyword(updated_node, one) is not None for one in ("fused", "foreach", "differentiable"))
+        chosen = chosen or any(one.star == "**" for one in updated_node.args)
         if called.rpartition(".")[2] not in _FUSED or "optim" not in called or chosen or not updated_node.args:
             return updated_node
         return _with_keyword(updated_node, "fused", "True")
@@ -347,7 +363,8 @@ class _LastTravels(_AtLines):
         self._last_turns = {one.lineno: ast.unparse(last) for one in loops if (last := last_turn(one))}
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
-        if not self._models or not self.stands(original_node) or m.findall(original_node, _SYNC_SETTINGS):
+        trains = bool(m.findall(original_node, _GOES_BACK)) and not m.findall(original_node, _SYNC_SETTINGS)
+        if not self._models or not self.stands(original_node) or not trains:
             return updated_node
         models = sorted(
             {_dotted(cst.ensure_type(one, cst.Call).func) for one in m.findall(original_node, m.Call())} & self._models
