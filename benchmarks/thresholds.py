@@ -61,7 +61,7 @@ EXPLAINED = {
             "PRICE_OF_A_CALL", 0, "What takes less than 0.1 ms is what a call costs, and no work of the program's own."
         ),
     ),
-    "keepbusy.explain.edit": (
+    "keepbusy.explain.ledger": (
         Threshold("GRAPH_SAVES", 0, "A graph saves 0.87 µs of the device for each of its kernels."),
     ),
     "keepbusy.explain.plain": (
@@ -179,7 +179,7 @@ BOUNDS = {
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK"),
     ),
     "keepbusy.explain.run_plan": ("COMPILING",),
-    "keepbusy.explain.edit": ("UNLIMITED",),
+    "keepbusy.explain.diagnosis": ("UNLIMITED",),
     "keepbusy.explain.ledger": (
         *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
         "HALF_OF_A_GAP",
@@ -189,9 +189,10 @@ BOUNDS = {
         *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LARGEST_COST", "LUCKIEST_RECORDING", "UNREACHABLE"),
     ),
     "keepbusy.explain.causes": ("USUAL_BANDWIDTH", "SETUP"),
-    "keepbusy.timeline.replay": (
-        *("PENDING_LIMIT", "STEPS", "MOST_ROWS", "NEVER", "CONTINUED", "TYPICAL_GAP", "TYPICAL_LATENCY"),
-        *("MEASURED_LAGS", "EARLY_RETURN"),
+    "keepbusy.timeline.replay": ("STEPS", "MOST_ROWS"),
+    "keepbusy.timeline.model": (
+        *("NONE", "EVERY_LANE", "LARGEST_RANK", "PENDING_LIMIT", "NEVER", "CONTINUED"),
+        *("TYPICAL_GAP", "TYPICAL_LATENCY", "MEASURED_LAGS", "EARLY_RETURN"),
     ),
     "keepbusy.timeline.ranks": ("SKEW", "SAME_CLOCK", "OTHER_CLOCK", "MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
     "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH"),

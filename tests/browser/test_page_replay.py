@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from keepbusy.explain.causes import Scene, findings
-from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction, Turns
-from keepbusy.explain.edit import Edit, apply
-from keepbusy.explain.ledger import busy
+from keepbusy.explain.diagnosis import Diagnosis, Edit, PlannedFix, Prediction, Turns
+from keepbusy.explain.ledger import apply, busy
 from keepbusy.report.page import render
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.files import BadInput

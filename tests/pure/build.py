@@ -23,6 +23,7 @@ from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import (
     EVERY_LANE,
     NONE,
+    PENDING_LIMIT,
     WORKERS,
     Direction,
     FrameKind,
@@ -35,8 +36,8 @@ from keepbusy.timeline.model import (
     Meetings,
     Spans,
     Timeline,
+    settle,
 )
-from keepbusy.timeline.replay import PENDING_LIMIT, settle
 from keepbusy.timeline.run_facts import RunFacts
 
 US, MS = 1_000, 1_000_000

@@ -13,12 +13,12 @@ from told import assert_sound, cause, explained, harmless, names, near, told
 
 from keepbusy.explain import CAUSES, explain
 from keepbusy.explain.causes import FINDERS, Scene, findings
-from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis
-from keepbusy.explain.edit import Edit, apply
+from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis, Edit
+from keepbusy.explain.ledger import apply
 from keepbusy.explain.remedies import times
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.model import Kind, Timeline
-from keepbusy.timeline.replay import pace, settle
+from keepbusy.timeline.model import Kind, Timeline, settle
+from keepbusy.timeline.replay import pace
 from keepbusy.timeline.steps import whole_steps
 
 ITEM = ["aten::item"]

@@ -9,7 +9,7 @@ import pytest
 from build import LAUNCH, MS, US, Run, loop
 from told import TRAIN, cause, explained, harmless, names, near, told
 
-from keepbusy.explain.edit import GRAPH_SAVES
+from keepbusy.explain.ledger import GRAPH_SAVES
 from keepbusy.timeline.model import Direction
 from keepbusy.timeline.run_facts import PlainRun
 

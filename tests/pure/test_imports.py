@@ -27,7 +27,7 @@ ROOMS = {
     "explain": ({"timeline"}, {"numpy"}),
     "hang": ({"timeline.files", "timeline.frame_roles", "report.words"}, set()),
     "report": (
-        {"timeline", "explain.diagnosis", "explain.comparison", "explain.edit"},
+        {"timeline", "explain.diagnosis", "explain.comparison"},
         {"numpy", "rich"},
     ),
     "fix": (

@@ -15,8 +15,8 @@ from strategies import loops
 from keepbusy.explain import explain
 from keepbusy.explain.plain import LARGEST_COST, SLOWEST_HOST, deflate, on_an_idle_device, other_view, plain_run
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.model import NONE, Kind, Timeline
-from keepbusy.timeline.replay import pace, settle
+from keepbusy.timeline.model import NONE, Kind, Timeline, settle
+from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import LOOP, RUN, SCRIPT, LineTime, Part, PlainRun, WindowReason
 from keepbusy.timeline.steps import whole_steps
 

@@ -10,9 +10,9 @@ from strategies import loops
 
 from keepbusy.explain import explain
 from keepbusy.explain.plain import plain_run
-from keepbusy.timeline.model import NONE, FrameKind, Frames, Kind, Timeline
+from keepbusy.timeline.model import NONE, FrameKind, Frames, Kind, Timeline, settle
 from keepbusy.timeline.ranks import merge, uneven_loops, where_ranks_differ
-from keepbusy.timeline.replay import pace, replay, settle
+from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import Part, PlainRun, RunFacts, UnevenLoop
 from keepbusy.timeline.steps import whole_steps
 

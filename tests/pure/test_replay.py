@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import loops, timelines
 
-from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
-from keepbusy.timeline.replay import NEVER, replay, run, settle
+from keepbusy.timeline.model import NEVER, NONE, Kind, LinkKind, Timeline, settle
+from keepbusy.timeline.replay import replay, run
 from keepbusy.timeline.steps import whole_steps
 
 seldom = settings(max_examples=120)

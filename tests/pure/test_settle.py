@@ -8,8 +8,19 @@ from build import LAUNCH, MB, SYNC, US, WIRE, Run
 from hypothesis import given, settings
 from strategies import timelines
 
-from keepbusy.timeline.model import NONE, WORKERS, Kind, LinkKind, Spans, Timeline
-from keepbusy.timeline.replay import TYPICAL_GAP, TYPICAL_LATENCY, replay, settle, typical_lags
+from keepbusy.timeline.model import (
+    NONE,
+    TYPICAL_GAP,
+    TYPICAL_LATENCY,
+    WORKERS,
+    Kind,
+    LinkKind,
+    Spans,
+    Timeline,
+    settle,
+    typical_lags,
+)
+from keepbusy.timeline.replay import replay
 
 
 def work_of(timeline: Timeline, kind: Kind) -> list[int]:

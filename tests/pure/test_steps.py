@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from strategies import loops
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline
-from keepbusy.timeline.replay import pace, replay, settle
+from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline, settle
+from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import PlainRun, RunFacts, WindowReason
 from keepbusy.timeline.steps import (
     by_pattern,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from virtual_programs import ROUND
 
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
-from keepbusy.timeline.model import Direction, Kind, LinkKind, Timeline, previous_on_lane
-from keepbusy.timeline.replay import replay, settle
+from keepbusy.timeline.model import Direction, Kind, LinkKind, Timeline, previous_on_lane, settle
+from keepbusy.timeline.replay import replay
 from keepbusy.virtual.clock.engine import Clock, Moment
 
 WORK = st.integers(0, 3_000)

@@ -1,4 +1,4 @@
-// What a fix changes in a timeline, as keepbusy.explain.edit applies it.
+// What a fix changes in a timeline, as keepbusy.explain.ledger applies it.
 
 import { LinkKind, NONE, isCommand, numbered, ranksOf, taken, type Lane, type Numbers, type Timeline } from "./timeline";
 

@@ -10,19 +10,20 @@ is lateness.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from keepbusy.explain.edit import Draft, Edit, Finding, Floats, SideLane
+from keepbusy.explain.diagnosis import Edit, SideLane, Where
 from keepbusy.explain.plain import Stretches, borders_per_step, host_stretches
 from keepbusy.timeline.frame_roles import Owner, Role
 from keepbusy.timeline.model import (
     NONE,
     WORKERS,
     Direction,
+    Floats,
     FrameKind,
     Ints,
     Kind,
@@ -55,6 +56,41 @@ _WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
 """What is around the calls that are made of gradients, and no part of them."""
 _ADDRESS = re.compile(r" object at 0x[0-9a-f]+|_\d+$")
 """What differs in a frame's name from call to call: the address of an object, the number of a module."""
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """A cause as it was found."""
+
+    cause: str
+    edit: Edit
+    culprit: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
+    rows: Ints  # the rows to blame
+    count: int  # how often it was met
+    places: Mapping[Where, Ints] = field(default_factory=dict)
+    """The rows to blame, by where they stand in the program; the place first that holds up longest."""
+    _parts: dict[bytes, Edit] = field(default_factory=dict, repr=False)
+
+    def only(self, rows: Ints) -> Edit:
+        """The edit of these culprits alone. One object for the same rows, so that each is replayed once."""
+        key = rows.tobytes()
+        if key not in self._parts:
+            self._parts[key] = self.edit.only(np.isin(self.culprit, rows))
+        return self._parts[key]
+
+
+class Draft:
+    """An edit being written down."""
+
+    def __init__(self, cause: str, timeline: Timeline) -> None:
+        self.cause, self.edit = cause, Edit.nothing(timeline)
+        self.culprit = np.full(len(timeline), NONE, np.int64)
+        self.count: int | None = None  # where it is not the number of rows to blame
+
+    def finding(self) -> Finding:
+        culprit = np.where(self.edit.touched, self.culprit, NONE)
+        rows = np.unique(culprit[culprit != NONE])
+        return Finding(self.cause, self.edit, culprit, rows, len(rows) if self.count is None else self.count)
 
 
 def findings(scene: Scene) -> dict[str, Finding]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from enum import IntEnum
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Ints, Timeline
+from keepbusy.timeline.model import NONE, Floats, Ints, Mask, Timeline
 from keepbusy.timeline.replay import at_work_from
 from keepbusy.timeline.run_facts import Cluster, Part, PlainRun, RareStall
-
-if TYPE_CHECKING:
-    from keepbusy.explain.edit import Edit
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -119,6 +119,69 @@ class Harmless:
     why: str  # one sentence: "the step is launch-bound, so the host would not have been ahead anyway"
     gain: int = 0  # what fixing the cause alone would give; less than the noise
     held: int = 0  # how long Python was held there, a step
+
+
+UNLIMITED = 1 << 62
+"""Of an edit: no limit to what a row takes."""
+
+
+class SideLane(IntEnum):
+    """Lanes that a fix opens next to the existing ones; what moves there holds nobody up unless it is the slowest."""
+
+    STAY = 0
+    FETCH = 1  # host to device, a step ahead
+    RETURN = 2  # device to host, a step behind
+    WIRE = 3  # collectives during the compute
+    WORKERS = 4  # input prepared by other processes
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """What a fix changes in a timeline: for each row, what becomes of it. Edits of several fixes combine."""
+
+    drop_wait: Mask  # it waits for nobody
+    drop: Mask  # it leaves, and its time with it
+    work: Ints  # it takes at most this long
+    lane: Ints  # it moves to this `SideLane`
+    capture: Mask  # a graph launches it
+    scale: Floats  # it takes so many times as long
+
+    @staticmethod
+    def nothing(timeline: Timeline) -> Edit:
+        return Edit(**{name: np.full(len(timeline), no) for name, (no, _) in _EDIT_COLUMNS.items()})
+
+    @staticmethod
+    def of(edits: Sequence[Edit], timeline: Timeline) -> Edit:
+        """All of these as one."""
+        return edits[0] if len(edits) == 1 else reduce(or_, edits, Edit.nothing(timeline))
+
+    def __or__(self, other: Edit) -> Edit:
+        return Edit(
+            **{name: join(getattr(self, name), getattr(other, name)) for name, (_, join) in _EDIT_COLUMNS.items()}
+        )
+
+    def only(self, rows: Mask) -> Edit:
+        """The same for these rows; nothing happens to the others."""
+        return Edit(**{name: np.where(rows, getattr(self, name), no) for name, (no, _) in _EDIT_COLUMNS.items()})
+
+    @property
+    def touched(self) -> Mask:
+        return np.logical_or.reduce([getattr(self, name) != no for name, (no, _) in _EDIT_COLUMNS.items()])
+
+    def saves(self, work: Ints) -> Ints:
+        """What each row that stays would lose."""
+        return np.maximum(work - np.minimum(work, self.work) * self.scale, 0).astype(np.int64)
+
+
+_EDIT_COLUMNS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
+    "drop_wait": (False, np.logical_or),
+    "drop": (False, np.logical_or),
+    "work": (UNLIMITED, np.minimum),
+    "lane": (int(SideLane.STAY), np.maximum),
+    "capture": (False, np.logical_or),
+    "scale": (1.0, np.multiply),
+}
+"""Of each column what stands where nothing happens, and how two edits of one row are one."""
 
 
 @dataclass(frozen=True)

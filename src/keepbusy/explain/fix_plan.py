@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from keepbusy.explain.causes import USUAL_BANDWIDTH, Scene, kept_on_device, without_messages
-from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where, named
-from keepbusy.explain.edit import Draft, Edit, Finding
+from keepbusy.explain.causes import USUAL_BANDWIDTH, Draft, Finding, Scene, kept_on_device, without_messages
+from keepbusy.explain.diagnosis import Edit, PlannedFix, Prediction, Where, named
 from keepbusy.explain.ledger import Forecast
-from keepbusy.explain.remedies import PARTICULAR, Remedy, allocator_told, amount, by_place, remedy_for
+from keepbusy.explain.remedies import PARTICULAR, Remedy, allocator_told, amount, by_place, places_of, remedy_for
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS
@@ -327,7 +326,6 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
     remedies = {place: remedy_for(scene, finding, place, groups[place]) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
-        mine.sort(key=lambda place: -finding.held_at(scene.timeline, groups[place]))
         for places, beside in _changed_together(mine, cause in _WHOLE_LOOP or remedy.fix in _ONE_FIX):
             rows = np.concatenate([groups[place] for place in (*places, *beside)])
             edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
@@ -439,12 +437,11 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
     """What a loop does to one small thing after another, as one call. All tables are one change."""
     rounds = list(rounds_of(scene))
     expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
-    places = by_place(scene, expected.rows)
+    places = places_of(scene, expected)
     there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
     asked = {place: _asked_of_rounds(scene, place, there[place]) for place in places}
     of_tables = [place for place in places if asked[place].fix == "one_table"]
     for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
-        mine.sort(key=lambda place: -expected.held_at(scene.timeline, places[place]))
         rows = np.concatenate([places[place] for place in mine])
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
         said, remedy = _told_of(scene, [one for place in mine for one in there[place]]), asked[mine[0]]

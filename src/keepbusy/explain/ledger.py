@@ -15,27 +15,86 @@ from random import Random
 
 import numpy as np
 
-from keepbusy.explain.causes import Scene, findings, without_messages
+from keepbusy.explain.causes import Finding, Scene, findings, without_messages
 from keepbusy.explain.diagnosis import (
     CAUSES,
     COMPUTING,
     COPYING,
     PLACES,
     RESIDUAL,
+    UNLIMITED,
     WIRE,
     Cause,
     Diagnosis,
+    Edit,
     Harmless,
     Prediction,
+    SideLane,
     Site,
     Turns,
     Where,
 )
-from keepbusy.explain.edit import Edit, Finding, SideLane, apply
 from keepbusy.explain.plain import PlainTimeline, fed_as_usual, other_view, plain_run
-from keepbusy.explain.remedies import by_place, late_ranks, lesson, places_of_rows, remedy_for, what_happened
-from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Timeline
+from keepbusy.explain.remedies import late_ranks, lesson, places_of, places_of_rows, remedy_for, what_happened
+from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, LinkKind, Links, Timeline, next_kept
 from keepbusy.timeline.replay import Replayed, at_work_from, pace, steady
+
+GRAPH_SAVES = 870
+"""Nanoseconds that a graph saves on the device for each of its kernels (H200, benchmarks/gpu/graph_gap.py)."""
+
+
+def apply(timeline: Timeline, edit: Edit) -> Timeline:
+    """The timeline with the edit made, ready to be replayed."""
+    spans, moved = timeline.spans, edit.lane != SideLane.STAY
+    # what moves to a side lane is prepared for there: its work is set, not only limited
+    work = np.where(moved & (edit.work < UNLIMITED), edit.work, np.minimum(spans.work, edit.work))
+    lag = np.where(edit.capture, np.maximum(spans.lag - GRAPH_SAVES, np.minimum(spans.lag, 0)), spans.lag)
+    timeline = timeline.change_spans(
+        work=(work * edit.scale).astype(np.int64), lag=lag, awaits=np.where(edit.drop_wait, NONE, spans.awaits)
+    )
+    # a host that waits for nobody does not wait for an event either
+    links = timeline.links
+    event = edit.drop_wait[links.target] & (links.kind == LinkKind.ORDER)
+    if event.any():
+        timeline = timeline.change(links=links.take(~event))
+    return _on_side_lanes(timeline, edit.lane).keep(~edit.drop)
+
+
+def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
+    """Rows on lanes of their own: nothing on other streams waits for them, and they wait for no stream."""
+    moved = side != SideLane.STAY
+    if not moved.any():
+        return timeline
+    lanes, lane = list(timeline.lanes), timeline.spans.lane.astype(np.int64)
+    rank = timeline.rank_of_rows
+    for one in map(SideLane, np.unique(side[moved]).tolist()):
+        for of_rank in timeline.ranks:
+            rows = (side == one) & (rank == of_rank)
+            if rows.any():
+                lane[rows] = len(lanes)
+                device = None if one == SideLane.WORKERS else 0
+                lanes.append(Lane(of_rank, device, -one, f"side lane: {one.name.lower()}"))
+    links = timeline.links if not timeline.facts.one_turn else _with_readers(timeline, side)
+    cut = (links.kind != LinkKind.LAUNCH) & (moved[links.source] | moved[links.target])
+    cut &= np.arange(len(links)) < len(timeline.links)
+    spans = timeline.spans.change(lane=lane, lag=np.where(moved, 0, timeline.spans.lag))
+    return timeline.change(lanes=tuple(lanes), spans=spans, links=links.take(~cut))
+
+
+def _with_readers(timeline: Timeline, side: Ints) -> Links:
+    """A script that is one turn has no turn before it in which to fetch: what follows a copy still waits for it."""
+    copies = np.flatnonzero(side == SideLane.FETCH)
+    stays = (side == SideLane.STAY) & timeline.on_device
+    reader = next_kept(timeline.spans.lane, stays)[copies]
+    known = (reader != NONE) & (reader > copies)
+    order = Links.of(
+        int(known.sum()),
+        source=copies[known],
+        target=reader[known],
+        kind=np.full(int(known.sum()), LinkKind.ORDER),
+        lag=np.zeros(int(known.sum()), np.int64),
+    )
+    return Links.concatenate([timeline.links, order])
 
 
 @dataclass(frozen=True)
@@ -222,7 +281,7 @@ class Story:
         forecast, scene = Forecast(plain, other_view(window, plain)), Scene(plain.timeline, workers)
         found = findings(scene)
         everything = Edit.of([one.edit for one in found.values()], scene.timeline)
-        found = {cause: replace(one, places=by_place(scene, one.rows, cause)) for cause, one in found.items()}
+        found = {cause: replace(one, places=places_of(scene, one)) for cause, one in found.items()}
         edits = {frozenset(found): everything, frozenset[str](): forecast.nothing}
         return Story(scene, forecast, found, everything, edits)
 
@@ -372,13 +431,11 @@ class Story:
         """The costliest first. The wait of a place is what fixing it alone recovers."""
         groups = finding.places
         per_step = self.scene.steps * len(self.scene.timeline.ranks)
-        # a cheap measure, good enough to choose which places to replay
-        held = {place: finding.held_at(self.scene.timeline, rows) for place, rows in groups.items()}
-        ordered = sorted(groups, key=lambda place: -held[place])[:SITES_SHOWN]
+        ordered = list(groups)[:SITES_SHOWN]
         gains = dict.fromkeys(ordered, self.gain(finding.cause) if len(ordered) == 1 else 0)
         for place in ordered[:SITES_REPLAYED] if len(ordered) > 1 else ():
             gains[place] = self.forecast.gain(finding.only(groups[place]))
-        ordered.sort(key=lambda place: (-gains[place], -held[place]))
+        ordered.sort(key=lambda place: -gains[place])
         return tuple(Site(place, len(groups[place]) / per_step, gains[place]) for place in ordered)
 
     def _same_wait_as(self, cause: str, earlier: Sequence[str]) -> str:

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.edit import Floats
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
-from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import NONE, WORKERS, Floats, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import LOOP, SCRIPT, Part, RunFacts
 

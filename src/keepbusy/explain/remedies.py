@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes import STAGED_BYTES, Scene
-from keepbusy.explain.diagnosis import LateRank, Where
-from keepbusy.explain.edit import Finding, SideLane
+from keepbusy.explain.causes import STAGED_BYTES, Finding, Scene
+from keepbusy.explain.diagnosis import LateRank, SideLane, Where
 from keepbusy.timeline.frame_roles import DDP_FORWARD, INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.run_facts import RunFacts
@@ -504,6 +503,15 @@ def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:
         places.setdefault(key, place)
         groups[key].append(rows[which == index])
     return {places[key]: np.concatenate(parts) for key, parts in groups.items()}
+
+
+def places_of(scene: Scene, finding: Finding) -> dict[Where, Ints]:
+    """Its rows to blame by place, first the place whose rows hold up longest: a cheap measure, good enough to choose
+    which places to replay."""
+    spans, blamed = scene.timeline.spans, finding.culprit != NONE
+    took = np.bincount(finding.culprit[blamed], (spans.end - spans.start)[blamed], len(spans))
+    places = by_place(scene, finding.rows, finding.cause)
+    return dict(sorted(places.items(), key=lambda one: -took[one[1]].sum()))
 
 
 WORTH_NAMING = 0.2

@@ -10,6 +10,11 @@ Two asymmetries hold everywhere:
 Rows stand in *issue order*: a row comes after everything that releases it. A host span is
 followed by the commands it launched, and a rank's rows pause at a collective until its peers
 have arrived there too. So a replay is one pass from top to bottom.
+
+`settle` reads the facts out of recorded times: what a span does once nothing holds it up (`work`), and which lag each
+of its releases leaves behind (`lag`). The lag belongs to the release that bound the span: had another release been the
+last one, the span would have begun a typical lag after that one. So the bound one keeps what was measured, and the
+others keep no more than what is typical.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +31,7 @@ from keepbusy.timeline import run_facts
 from keepbusy.timeline.run_facts import RunFacts
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 NONE = run_facts.NONE
 """No row, no lane, no frame: what an index column holds when there is nothing to point to."""
@@ -391,3 +397,154 @@ def previous_on_lane(lane: Ints) -> Ints:
     same = lane[order][1:] == lane[order][:-1]
     before[order[1:][same]] = order[:-1][same]
     return before
+
+
+# What the recorded times tell of a timeline: `settle`
+
+PENDING_LIMIT = 1022
+"""Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
+NEVER = -(1 << 62)
+CONTINUED = -2
+"""Of a command, where of a launch there is the lane: it takes no place of its own in the queue."""
+TYPICAL_GAP, TYPICAL_LATENCY = 1_000, 6_000
+"""From a command to the next one that stood ready, and from a launch to its command, where too few were measured."""
+MEASURED_LAGS = 50
+EARLY_RETURN = 30_000
+"""A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
+Queue: TypeAlias = tuple[Ints, Ints, Ints]
+"""A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
+
+
+def settle(timeline: Timeline) -> Timeline:
+    """The same timeline with `work` and every `lag` derived from its measured times."""
+    if not len(timeline):
+        return timeline
+    queues = list(_queues(timeline))
+    timeline = _lags(_with_room(timeline, queues))
+    awaits, awaited = _awaited(timeline)
+    spans, span = timeline.spans, timeline.spans.end - timeline.spans.start
+    work = np.where(awaited > spans.start, spans.end - awaited, span)
+    timeline = timeline.change_spans(awaits=awaits)
+    work = np.where(spans.kind == Kind.LAUNCH, _without_back_pressure(timeline, span, queues), work)
+    work = np.where(spans.meeting != NONE, spans.end - last_arrival(timeline), work)
+    return timeline.change_spans(work=work)
+
+
+def _lags(timeline: Timeline) -> Timeline:
+    spans, links = timeline.spans, timeline.links
+    before = previous_on_lane(spans.lane)
+    on_lane = np.where(before == NONE, -NEVER, spans.start - spans.end[before])
+    to_start = links.kind == LinkKind.LAUNCH
+    released = np.where(to_start, spans.start[links.source], spans.end[links.source])
+    on_link = spans.start[links.target] - released
+    to_sync = spans.kind[links.target] == Kind.SYNC  # such a link releases the end of its target, not the start
+    bound = on_lane.copy()
+    np.minimum.at(bound, links.target[~to_sync], on_link[~to_sync])
+    gap, latency = typical_lags(timeline)
+    usual = np.where(timeline.on_device, gap, 0)
+    lag = np.where((on_lane == bound) & (before != NONE), on_lane, np.minimum(on_lane, usual))
+    link_usual = np.where(to_start, latency, np.where(links.kind == LinkKind.ORDER, gap, 0))
+    link_lag = np.where(on_link == bound[links.target], on_link, np.minimum(on_link, link_usual))
+    link_lag = np.where(to_sync, 0, link_lag)
+    lag = np.where(before == NONE, usual, lag)
+    return timeline.change_spans(lag=lag).change(links=links.change(lag=link_lag))
+
+
+def typical_lags(timeline: Timeline) -> tuple[int, int]:
+    """Between two commands that stood ready, and from a launch to its command on an idle stream."""
+    spans, launches = timeline.spans, timeline.launches
+    launch, command = launches.source, launches.target
+    before = previous_on_lane(spans.lane)[command]
+    tail = np.where(before == NONE, NEVER, spans.end[before])
+    latency = (spans.start[command] - spans.start[launch])[tail < spans.start[launch]]
+    ready = (before != NONE) & (spans.start[command] - spans.end[launch] > 30_000)
+    gap = (spans.start[command] - tail)[ready]
+    gap = gap[gap < 20_000]
+    return (
+        int(np.median(gap)) if len(gap) >= MEASURED_LAGS else TYPICAL_GAP,
+        int(np.median(latency)) if len(latency) >= MEASURED_LAGS else TYPICAL_LATENCY,
+    )
+
+
+def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
+    """Of each sync: whom it awaits, and when they had caught up. A sync that returned before them awaited nobody."""
+    spans = timeline.spans
+    awaited = np.full(len(timeline), NEVER, np.int64)
+    syncs = np.flatnonzero(spans.awaits != NONE)
+    rank = timeline.rank_of_rows[syncs]
+    for index, lane in enumerate(timeline.lanes):
+        whole = (spans.awaits[syncs] == EVERY_LANE) & (rank == lane.rank) & (lane.device is not None)
+        mine = syncs[(spans.awaits[syncs] == index) | whole]
+        if not len(mine):
+            continue
+        rows = timeline.rows_of(index)
+        place = np.searchsorted(rows, mine) - 1
+        tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER
+        awaited[mine] = np.maximum(awaited[mine], tail)
+    # a sync may also wait for one command, by an event
+    events = timeline.links.take(spans.kind[timeline.links.target] == Kind.SYNC)
+    np.maximum.at(awaited, events.target, spans.end[events.source] + events.lag)
+    wrong = awaited > spans.end + EARLY_RETURN
+    return np.where(wrong, NONE, spans.awaits), np.where(wrong, NEVER, awaited)
+
+
+def _with_room(timeline: Timeline, queues: list[Queue]) -> Timeline:
+    """A queue holds at least as many commands as were pending when a launch returned; other devices, other limits."""
+    limit = timeline.facts.pending_limit or PENDING_LIMIT
+    ends, seen = timeline.spans.end, limit
+    for commands, launch, place in queues:
+        done = np.searchsorted(np.maximum.accumulate(ends[commands]), ends[launch], side="right")
+        seen = max(seen, int((place - done).max()) + 1)
+    return timeline if seen == limit else timeline.change_facts(pending_limit=seen)
+
+
+def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) -> Ints:
+    """The queue of a stream holds so many commands; the launch that finds it full waits for the oldest."""
+    spans, work = timeline.spans, span.copy()
+    limit = timeline.facts.pending_limit or PENDING_LIMIT
+    for commands, launch, place in queues:
+        free = np.where(place >= limit, spans.end[commands[np.maximum(place - limit, 0)]], NEVER)
+        blocked = (free > spans.start[launch]) & (free <= spans.end[launch])
+        work[launch[blocked]] = (spans.end[launch] - free)[blocked]
+    return work
+
+
+def _queues(timeline: Timeline) -> Iterator[Queue]:
+    launched, queued = launched_lane(timeline), ~continues_launch(timeline)
+    links = timeline.launches
+    for lane in np.unique(launched[launched != NONE]).tolist():
+        rows = timeline.rows_of(lane)
+        ends = np.flatnonzero(np.append(queued[rows][1:], True))  # of a graph, its last command
+        commands, slot = rows[ends], np.cumsum(queued[rows]) - 1
+        mine = links.take(
+            np.flatnonzero((timeline.spans.lane[links.target] == lane) & (launched[links.source] == lane))
+        )
+        launch, first = np.unique(mine.source, return_index=True)
+        yield commands, launch, slot[np.searchsorted(rows, mine.target[first])]
+
+
+def last_arrival(timeline: Timeline) -> Ints:
+    """Of each part of a collective, when the last of all its parts began; of other rows, their own start."""
+    spans = timeline.spans
+    parts = np.flatnonzero(spans.meeting != NONE)
+    last = np.full(len(timeline.meetings), NEVER, np.int64)
+    np.maximum.at(last, spans.meeting[parts], spans.start[parts])
+    arrival = spans.start.copy()
+    arrival[parts] = last[spans.meeting[parts]]
+    return arrival
+
+
+def launched_lane(timeline: Timeline) -> Ints:
+    """Of each launch, the lane of its first command; NONE for every other row."""
+    links = timeline.launches
+    lane = np.full(len(timeline), NONE, np.int64)
+    lane[links.source[::-1]] = timeline.spans.lane[links.target[::-1]]
+    return lane
+
+
+def continues_launch(timeline: Timeline) -> Mask:
+    """The commands whose launch also launched the one before: a graph takes one place in its stream's queue."""
+    links, count = timeline.launches, len(timeline)
+    launch = np.full(count + 1, NONE, np.int64)  # the last place is for rows with none before
+    launch[links.target] = links.source
+    return (launch[:count] != NONE) & (launch[:count] == launch[previous_on_lane(timeline.spans.lane)])

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from keepbusy.timeline.frame_roles import PROFILER_STEP
-from keepbusy.timeline.model import NONE, Ints, Kind, Lane, Meetings, Timeline
-from keepbusy.timeline.replay import last_arrival, settle
+from keepbusy.timeline.model import NONE, Ints, Kind, Lane, Meetings, Timeline, last_arrival, settle
 from keepbusy.timeline.run_facts import LOOP, Part, RunFacts, UnevenLoop
 
 MOST_SHIFT = 400

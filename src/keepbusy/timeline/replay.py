@@ -1,47 +1,44 @@
-"""Replay puts every span where its releases allow it; settle reads out of recorded times what replay needs to know.
+"""Replay puts every span where its releases allow it.
 
 The engine is one plain loop over the rows in issue order, because each time needs the one before it. An unchanged
-replay is the identity (`settle` sees to that), so whatever a fix changes is the only thing that moves. Running the rows
-round after round gives the steady state of a loop.
-
-`settle` finds what a span does once nothing holds it up (`work`), and which lag each of its releases leaves behind
-(`lag`). The lag belongs to the release that bound the span: had another release been the last one, the span would have
-begun a typical lag after that one. So the bound one keeps what was measured, and the others keep no more than what is
-typical.
+replay is the identity (`settle` of `timeline.model` sees to that), so whatever a fix changes is the only thing that
+moves. Running the rows round after round gives the steady state of a loop.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.timeline.model import EVERY_LANE, NONE, Ints, Kind, LinkKind, Mask, Timeline, previous_on_lane
+from keepbusy.timeline.model import (
+    CONTINUED,
+    EVERY_LANE,
+    NEVER,
+    NONE,
+    PENDING_LIMIT,
+    Ints,
+    Kind,
+    LinkKind,
+    Mask,
+    Timeline,
+    continues_launch,
+    launched_lane,
+    previous_on_lane,
+)
 
-PENDING_LIMIT = 1022
-"""Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
 STEPS = 12
 """So many steps a replay runs to find its pace; the first of them fill the queues."""
 MOST_ROWS = 400_000
 """So many rows are replayed in all, or three rounds: the first fills the queues, of the second the pace is taken."""
-NEVER = -(1 << 62)
-CONTINUED = -2
-"""Of a command, where of a launch there is the lane: it takes no place of its own in the queue."""
-TYPICAL_GAP, TYPICAL_LATENCY = 1_000, 6_000
-"""From a command to the next one that stood ready, and from a launch to its command, where too few were measured."""
-MEASURED_LAGS = 50
-EARLY_RETURN = 30_000
-"""A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
 _KERNEL, _SYNC = int(Kind.KERNEL), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
 Row: TypeAlias = tuple[int, int, int, int, int, Sequence[int], int, Sequence[Release], int]
-Queue: TypeAlias = tuple[Ints, Ints, Ints]
-"""A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +183,7 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     spans, kept = timeline.spans, np.flatnonzero(~skipped)
     meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
     lag = spans.lag + _work_before(timeline, skipped)
-    launches = np.where(_continued(timeline), CONTINUED, _launched_lane(timeline))
+    launches = np.where(continues_launch(timeline), CONTINUED, launched_lane(timeline))
     waits = (spans.awaits != NONE) & (spans.kind < Kind.KERNEL)  # a call for memory may wait as a sync does
     kind = np.where(waits, Kind.SYNC, spans.kind)
     columns = (np.arange(len(timeline)), spans.lane, kind, spans.work, lag)
@@ -253,22 +250,6 @@ def _releases(timeline: Timeline) -> dict[int, list[Release]]:
     return releases
 
 
-def _launched_lane(timeline: Timeline) -> Ints:
-    """Of each launch, the lane of its first command; NONE for every other row."""
-    links = timeline.launches
-    lane = np.full(len(timeline), NONE, np.int64)
-    lane[links.source[::-1]] = timeline.spans.lane[links.target[::-1]]
-    return lane
-
-
-def _continued(timeline: Timeline) -> Mask:
-    """The commands whose launch also launched the one before: a graph takes one place in its stream's queue."""
-    links, count = timeline.launches, len(timeline)
-    launch = np.full(count + 1, NONE, np.int64)  # the last place is for rows with none before
-    launch[links.target] = links.source
-    return (launch[:count] != NONE) & (launch[:count] == launch[previous_on_lane(timeline.spans.lane)])
-
-
 def _first_clocks(timeline: Timeline) -> list[int]:
     """A lane begins where its first span was, unless something else released that span."""
     spans, links = timeline.spans, timeline.links
@@ -280,125 +261,6 @@ def _first_clocks(timeline: Timeline) -> list[int]:
         if not released[row]:
             clocks[spans.lane[row]] = int(spans.start[row] - spans.lag[row])
     return clocks
-
-
-def settle(timeline: Timeline) -> Timeline:
-    """The same timeline with `work` and every `lag` derived from its measured times."""
-    if not len(timeline):
-        return timeline
-    queues = list(_queues(timeline))
-    timeline = _lags(_with_room(timeline, queues))
-    awaits, awaited = _awaited(timeline)
-    spans, span = timeline.spans, timeline.spans.end - timeline.spans.start
-    work = np.where(awaited > spans.start, spans.end - awaited, span)
-    timeline = timeline.change_spans(awaits=awaits)
-    work = np.where(spans.kind == Kind.LAUNCH, _without_back_pressure(timeline, span, queues), work)
-    work = np.where(spans.meeting != NONE, spans.end - last_arrival(timeline), work)
-    return timeline.change_spans(work=work)
-
-
-def _lags(timeline: Timeline) -> Timeline:
-    spans, links = timeline.spans, timeline.links
-    before = previous_on_lane(spans.lane)
-    on_lane = np.where(before == NONE, -NEVER, spans.start - spans.end[before])
-    to_start = links.kind == LinkKind.LAUNCH
-    released = np.where(to_start, spans.start[links.source], spans.end[links.source])
-    on_link = spans.start[links.target] - released
-    to_sync = spans.kind[links.target] == Kind.SYNC  # such a link releases the end of its target, not the start
-    bound = on_lane.copy()
-    np.minimum.at(bound, links.target[~to_sync], on_link[~to_sync])
-    gap, latency = typical_lags(timeline)
-    usual = np.where(timeline.on_device, gap, 0)
-    lag = np.where((on_lane == bound) & (before != NONE), on_lane, np.minimum(on_lane, usual))
-    link_usual = np.where(to_start, latency, np.where(links.kind == LinkKind.ORDER, gap, 0))
-    link_lag = np.where(on_link == bound[links.target], on_link, np.minimum(on_link, link_usual))
-    link_lag = np.where(to_sync, 0, link_lag)
-    lag = np.where(before == NONE, usual, lag)
-    return timeline.change_spans(lag=lag).change(links=links.change(lag=link_lag))
-
-
-def typical_lags(timeline: Timeline) -> tuple[int, int]:
-    """Between two commands that stood ready, and from a launch to its command on an idle stream."""
-    spans, launches = timeline.spans, timeline.launches
-    launch, command = launches.source, launches.target
-    before = previous_on_lane(spans.lane)[command]
-    tail = np.where(before == NONE, NEVER, spans.end[before])
-    latency = (spans.start[command] - spans.start[launch])[tail < spans.start[launch]]
-    ready = (before != NONE) & (spans.start[command] - spans.end[launch] > 30_000)
-    gap = (spans.start[command] - tail)[ready]
-    gap = gap[gap < 20_000]
-    return (
-        int(np.median(gap)) if len(gap) >= MEASURED_LAGS else TYPICAL_GAP,
-        int(np.median(latency)) if len(latency) >= MEASURED_LAGS else TYPICAL_LATENCY,
-    )
-
-
-def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
-    """Of each sync: whom it awaits, and when they had caught up. A sync that returned before them awaited nobody."""
-    spans = timeline.spans
-    awaited = np.full(len(timeline), NEVER, np.int64)
-    syncs = np.flatnonzero(spans.awaits != NONE)
-    rank = timeline.rank_of_rows[syncs]
-    for index, lane in enumerate(timeline.lanes):
-        whole = (spans.awaits[syncs] == EVERY_LANE) & (rank == lane.rank) & (lane.device is not None)
-        mine = syncs[(spans.awaits[syncs] == index) | whole]
-        if not len(mine):
-            continue
-        rows = timeline.rows_of(index)
-        place = np.searchsorted(rows, mine) - 1
-        tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER
-        awaited[mine] = np.maximum(awaited[mine], tail)
-    # a sync may also wait for one command, by an event
-    events = timeline.links.take(spans.kind[timeline.links.target] == Kind.SYNC)
-    np.maximum.at(awaited, events.target, spans.end[events.source] + events.lag)
-    wrong = awaited > spans.end + EARLY_RETURN
-    return np.where(wrong, NONE, spans.awaits), np.where(wrong, NEVER, awaited)
-
-
-def _with_room(timeline: Timeline, queues: list[Queue]) -> Timeline:
-    """A queue holds at least as many commands as were pending when a launch returned; other devices, other limits."""
-    limit = timeline.facts.pending_limit or PENDING_LIMIT
-    ends, seen = timeline.spans.end, limit
-    for commands, launch, place in queues:
-        done = np.searchsorted(np.maximum.accumulate(ends[commands]), ends[launch], side="right")
-        seen = max(seen, int((place - done).max()) + 1)
-    return timeline if seen == limit else timeline.change_facts(pending_limit=seen)
-
-
-def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) -> Ints:
-    """The queue of a stream holds so many commands; the launch that finds it full waits for the oldest."""
-    spans, work = timeline.spans, span.copy()
-    limit = timeline.facts.pending_limit or PENDING_LIMIT
-    for commands, launch, place in queues:
-        free = np.where(place >= limit, spans.end[commands[np.maximum(place - limit, 0)]], NEVER)
-        blocked = (free > spans.start[launch]) & (free <= spans.end[launch])
-        work[launch[blocked]] = (spans.end[launch] - free)[blocked]
-    return work
-
-
-def _queues(timeline: Timeline) -> Iterator[Queue]:
-    launched, queued = _launched_lane(timeline), ~_continued(timeline)
-    links = timeline.launches
-    for lane in np.unique(launched[launched != NONE]).tolist():
-        rows = timeline.rows_of(lane)
-        ends = np.flatnonzero(np.append(queued[rows][1:], True))  # of a graph, its last command
-        commands, slot = rows[ends], np.cumsum(queued[rows]) - 1
-        mine = links.take(
-            np.flatnonzero((timeline.spans.lane[links.target] == lane) & (launched[links.source] == lane))
-        )
-        launch, first = np.unique(mine.source, return_index=True)
-        yield commands, launch, slot[np.searchsorted(rows, mine.target[first])]
-
-
-def last_arrival(timeline: Timeline) -> Ints:
-    """Of each part of a collective, when the last of all its parts began; of other rows, their own start."""
-    spans = timeline.spans
-    parts = np.flatnonzero(spans.meeting != NONE)
-    last = np.full(len(timeline.meetings), NEVER, np.int64)
-    np.maximum.at(last, spans.meeting[parts], spans.start[parts])
-    arrival = spans.start.copy()
-    arrival[parts] = last[spans.meeting[parts]]
-    return arrival
 
 
 def at_work_from(kind: Ints, start: Ints, end: Ints, work: Ints) -> Ints:

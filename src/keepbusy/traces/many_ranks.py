@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.model import NONE, Frames, Kind, Links, MemoryUse, Timeline
+from keepbusy.timeline.model import NONE, Frames, Kind, Links, MemoryUse, Timeline, last_arrival
 from keepbusy.timeline.ranks import met
-from keepbusy.timeline.replay import last_arrival, pace
+from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
 from keepbusy.timeline.steps import sample, whole_steps
 from keepbusy.traces.kineto_names import RANK, WORLD_SIZE

@@ -17,6 +17,7 @@ import numpy as np
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import (
+    NEVER,
     NONE,
     UNRECORDED,
     Ints,
@@ -28,8 +29,8 @@ from keepbusy.timeline.model import (
     Spans,
     Timeline,
     check_times,
+    settle,
 )
-from keepbusy.timeline.replay import NEVER, settle
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.traces.kineto_names import CAPABILITY, ELEMENT_SIZES, NCCL_KERNEL, QUEUE_FULL, STREAM_WAIT, Category
 from keepbusy.traces.rank_trace import RankTrace, sorted_once

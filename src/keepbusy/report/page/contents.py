@@ -22,8 +22,7 @@ import numpy as np
 
 from keepbusy import __version__
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import CAUSES, PLACES, Cause, Diagnosis, Turns, Where
-from keepbusy.explain.edit import UNLIMITED, Edit
+from keepbusy.explain.diagnosis import CAUSES, PLACES, UNLIMITED, Cause, Diagnosis, Edit, Turns, Where
 from keepbusy.report import run_report, words
 from keepbusy.report.source import fix_line, source_of, text_of
 from keepbusy.report.words import look, tame

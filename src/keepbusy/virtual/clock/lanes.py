@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from keepbusy.timeline.frame_roles import OWN_STEP, PROFILER_STEP, STEP_MARKS, described
 from keepbusy.timeline.model import (
+    NEVER,
     NONE,
     FrameKind,
     Frames,
@@ -44,7 +45,6 @@ from keepbusy.timeline.model import (
     Spans,
     Timeline,
 )  # fmt: skip
-from keepbusy.timeline.replay import NEVER
 from keepbusy.timeline.run_facts import RunFacts
 
 NOISE_LIMIT = 500_000
