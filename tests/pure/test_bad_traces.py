@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import NCCL, Read, event, parts, reader, small, trace_of
+from traces import NCCL, Read, beside, event, parts, reader, small, trace_of
 
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE
-from keepbusy.traces import json_events, trace_file
+from keepbusy.traces import json_events
 from keepbusy.traces.trace_file import read_trace
 
 
@@ -69,7 +69,7 @@ def test_arguments_that_are_no_json_cost_only_themselves(read: Read) -> None:
 
 def test_facts_that_are_no_json_cost_only_themselves(read: Read) -> None:
     text = small("images").replace(b'"cuda_runtime_version"', b'"note": he said "x",\n      "cuda_runtime_version"')
-    facts = read(text).facts
+    facts = beside(read(text).path)
     assert facts["cuda_runtime_version"] == 13000
     assert "note" not in facts
 
@@ -193,7 +193,7 @@ def test_a_wrong_checksum_is_found(tmp_path: Path) -> None:
 
 
 def test_a_bomb_is_never_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_file, "SMALL", 1 << 20)
+    monkeypatch.setattr(json_events, "SMALL", 1 << 20)
     events = b'{"traceEvents": [' + b'{"ph": "i", "ts": 1, "name": "a"},' * 100_000
     refused(tmp_path / "a.json.gz", gzip.compress(events), "unpacks to more than 2 MB from 9 kB")
 

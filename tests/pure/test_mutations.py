@@ -21,7 +21,7 @@ from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.report.as_json import render
 from keepbusy.timeline.files import BadInput
-from keepbusy.traces import read, trace_file
+from keepbusy.traces import json_events, read
 
 EACH = 50
 """Mutations a test; there are `SEEDS` tests of each kind."""
@@ -156,7 +156,7 @@ def test_damage_never_ends_in_a_traceback(
     """And refusing everything would be no proof of anything."""
     outcomes = []
     for seed in range(part * EACH, (part + 1) * EACH):
-        monkeypatch.setattr(trace_file, "BLOCK_SIZE", [3_000, 1 << 18][seed % 2])
+        monkeypatch.setattr(json_events, "BLOCK_SIZE", [3_000, 1 << 18][seed % 2])
         outcomes.append(explain_bytes(damaged(kind, seed), tmp_path / "damaged.trace.json", plain=seed % 3 == 0))
     survived = [diagnosis for diagnosis in outcomes if diagnosis is not None]
     assert kind not in MILD or len(survived) > EACH // 2

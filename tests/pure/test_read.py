@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import NCCL, Read, event, reader, real, small, trace_of
+from traces import NCCL, TRACES, Read, beside, event, reader, real, small, trace_of
 
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE
-from keepbusy.traces import trace_file
+from keepbusy.traces import json_events, trace_file
 from keepbusy.traces.json_events import scan
 from keepbusy.traces.kineto_names import Category
 from keepbusy.traces.trace_file import Collective, Thread, Trace, deal, read_trace, read_traces
@@ -61,7 +61,7 @@ def test_every_event_of_a_real_trace_is_read_to_the_nanosecond(read: Read) -> No
 
 
 def test_what_stands_beside_the_events_is_kept(read: Read) -> None:
-    facts = dict(read(real("images")).facts)
+    facts = beside(TRACES / "images.trace.json.gz")
     said = json.loads(real("images"))
     del said["traceEvents"]
     assert facts == said
@@ -196,7 +196,7 @@ def layouts() -> dict[str, bytes]:
 @pytest.mark.parametrize("block", [64, 1000, 1 << 20])
 @pytest.mark.parametrize("layout", layouts())
 def test_every_layout_reads_the_same(read: Read, monkeypatch: pytest.MonkeyPatch, layout: str, block: int) -> None:
-    monkeypatch.setattr(trace_file, "BLOCK_SIZE", block)
+    monkeypatch.setattr(json_events, "BLOCK_SIZE", block)
     assert_same(read(small("tokens")), read(layouts()[layout]))
 
 
@@ -207,7 +207,7 @@ def test_the_name_of_a_file_proves_nothing(read: Read) -> None:
 def test_a_bare_list_is_a_trace(read: Read) -> None:
     trace = read(small("images"))
     bare = read(json.dumps(json.loads(small("images"))["traceEvents"]).encode())
-    assert bare.facts == {}
+    assert beside(bare.path) == {}
     np.testing.assert_array_equal(trace.events.start, bare.events.start)
 
 
@@ -215,7 +215,7 @@ def test_the_key_of_the_events_may_stand_elsewhere_too(read: Read) -> None:
     text = json.dumps({"note": '"traceEvents": [', "old": {"traceEvents": [{"a": 1}]}, "traceEvents": [event()]})
     trace = read(text.encode())
     assert len(trace.events) == 1
-    assert set(trace.facts) == {"note", "old"}
+    assert set(beside(trace.path)) == {"note", "old"}
 
 
 events_and_strings = st.text(st.sampled_from('{}[],:"\\ \na'), max_size=12)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from keepbusy.traces.json_events import Batches
 from keepbusy.traces.trace_file import Trace, read_trace
 
 Read: TypeAlias = Callable[..., Trace]
@@ -72,6 +73,13 @@ NCCL = {
     "Process Group Ranks": "[0, 3]",
 }
 """What an NCCL kernel says of itself."""
+
+
+def beside(path: str | Path) -> dict[str, Any]:
+    """What stands in a trace's file beside its events."""
+    batches = Batches(str(path))
+    assert any(batches)
+    return batches.facts()
 
 
 def reader(folder: Path) -> Read:

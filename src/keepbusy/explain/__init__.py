@@ -25,7 +25,7 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
-from keepbusy.explain.plain import as_recorded, innermost_at, loop_named, turn_of_part, within_its_loop
+from keepbusy.explain.plain import as_recorded, turn_of_part, within_its_loop
 from keepbusy.explain.remedies import PARTICULAR, times
 from keepbusy.explain.run_plan import plan_of_run
 from keepbusy.timeline.files import BadInput
@@ -77,7 +77,7 @@ def explain(
         return told(timeline, plain_step)
     timeline = within_its_loop(timeline)
     known = timeline.facts.plain_step or turn_of_part(timeline)
-    loop = innermost_at(timeline.facts.run, timeline.facts.loop)
+    loop = timeline.facts.own_loop
     if known is None and loop is not None and loop.turns and not timeline.facts.virtual:
         known = loop.usual  # where no steps were timed, what a turn of the recorded loop usually takes
     try:
@@ -138,7 +138,7 @@ def _explained(
     rare = _rare_steps(timeline, told, workers)
     told = replace(
         told,
-        loop=loop_named(run, timeline.facts.loop),
+        loop=_loop_named(run, timeline.facts.loop),
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
         plan=plan,
@@ -271,8 +271,8 @@ def _as_planned(cause: Cause, plan: Sequence[PlannedFix]) -> Cause:
 def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     """Of a run whose marks nobody counted. One step may be several of those that were marked."""
     facts = timeline.facts
-    if facts.loop and (turns := _turns_at(facts.run, facts.loop)):
-        return turns
+    if facts.own_loop is not None and facts.own_loop.turns:
+        return facts.own_loop.turns
     around = _loop_of_marks(timeline)
     if around is not None and facts.plain_step and (facts.loop or not facts.plain_runs):
         return around.time // facts.plain_step
@@ -287,8 +287,7 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
 
 def _with_turn_around(timeline: Timeline) -> Timeline:
     """With what was recorded between two runs of the loop as a window on the loop around it, where nothing else is."""
-    run = timeline.facts.run
-    inner = innermost_at(run, timeline.facts.loop) if run is not None else None
+    run, inner = timeline.facts.run, timeline.facts.own_loop
     around = next((part for part in run.within() if inner in part.parts), None) if run is not None else None
     known = {one.facts.reason.place for one in timeline.further if one.facts.reason}
     if inner is None or around is None or around.kind != LOOP or around.named in known:
@@ -315,20 +314,21 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
     for one in timeline.further:
         if one.facts.reason is None or one.facts.reason.why != LOOP:
             continue
-        place = loop_named(run, one.facts.reason.place)
+        place = _loop_named(run, one.facts.reason.place)
         with suppress(BadInput):
-            loop = innermost_at(run, place)
+            loop = run.loop_at(place) if run is not None else None
             mine = replace(loop, decides=run.decides) if loop is not None and run is not None else None
             told = explain(one.change_facts(run=mine), workers=workers, turns=drawn)
             if told.steps:
-                found.append(LoopDiagnosis(place, _turns_at(run, place), replace(told, run=None)))
+                turns = loop.turns if loop is not None else 0  # 0 where nobody counted
+                found.append(LoopDiagnosis(place, turns, replace(told, run=None)))
     return tuple(found)
 
 
-def _turns_at(run: Part | None, place: str) -> int:
-    """How often a loop of the run turned, the innermost of those at a line; 0 where nobody counted."""
-    loop = innermost_at(run, place)
-    return loop.turns if loop is not None else 0
+def _loop_named(run: Part | None, name: str) -> str:
+    """As the run's tree calls it."""
+    loop = run.loop_at(name) if run is not None and name else None
+    return loop.named if loop is not None else name
 
 
 def _loop_of_marks(timeline: Timeline) -> Part | None:

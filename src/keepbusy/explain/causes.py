@@ -223,16 +223,6 @@ class Scene:
         return result
 
     @cached_property
-    def is_kept_on_host(self) -> Mask:
-        """Which copies take to the host what the backward pass needs, or bring it back there, as `save_on_cpu` does:
-        as much comes back as has left."""
-        spans, launched = self.timeline.spans, np.append(self.within(Role.BACKWARD), False)[self.launch]
-        large = self.is_copy & (self.launch != NONE) & (spans.size > STAGED_BYTES)
-        back = large & launched & (spans.direction == Direction.HOST_TO_DEVICE)
-        home = large & ~launched & (spans.direction == Direction.DEVICE_TO_HOST)
-        return (home & np.isin(spans.size, spans.size[back])) | (back & np.isin(spans.size, spans.size[home]))
-
-    @cached_property
     def is_message(self) -> Mask:
         """Which commands go from one rank to one other: sent or received alone, or as a micro-batch comes and goes."""
         alone, of_a_piece = (np.append(self.within(role), False) for role in (Role.MESSAGE, Role.PIECE))
@@ -412,16 +402,6 @@ def _find_blocking(scene: Scene, draft: Draft) -> None:
     draft.edit.drop_wait[syncs] = True
     draft.edit.work[syncs] = 0
     draft.culprit[syncs] = scene.sync_of_copy[scene.copy_of_sync[syncs]]
-
-
-def kept_on_device(scene: Scene) -> Edit:
-    """What the backward pass needs does not leave the device."""
-    edit, copies = Edit.nothing(scene.timeline), np.flatnonzero(scene.is_kept_on_host)
-    edit.drop[copies] = edit.drop[scene.launch[copies]] = True
-    syncs = np.isin(scene.copy_of_sync, copies)
-    edit.drop_wait[syncs] = True
-    edit.work[syncs] = 0
-    return edit
 
 
 def _find_in_line(scene: Scene, draft: Draft) -> None:

@@ -20,10 +20,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from keepbusy.explain.causes import USUAL_BANDWIDTH, Draft, Finding, Scene, kept_on_device, without_messages
+from keepbusy.explain.causes import USUAL_BANDWIDTH, Draft, Finding, Scene, without_messages
 from keepbusy.explain.diagnosis import Edit, PlannedFix, Prediction, Where, named
 from keepbusy.explain.ledger import Forecast
-from keepbusy.explain.remedies import PARTICULAR, Remedy, allocator_told, amount, by_place, places_of, remedy_for
+from keepbusy.explain.remedies import (
+    PARTICULAR,
+    Remedy,
+    allocator_told,
+    amount,
+    by_place,
+    kept_on_host,
+    places_of,
+    remedy_for,
+)
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS
@@ -338,15 +347,25 @@ def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Fi
                 bounds = (edit, Edit.nothing(scene.timeline))
             reason = _BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
             if remedy.fix == "keep_activations":
-                edit, reason = kept_on_device(scene), _kept_on_host(scene)
+                edit, reason = _kept_on_device(scene), _room_needed(scene)
             if remedy.fix == "expand_segments":
                 reason = allocator_told(scene.timeline.facts)
             yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
 
 
-def _kept_on_host(scene: Scene) -> str:
+def _kept_on_device(scene: Scene) -> Edit:
+    """What the backward pass needs does not leave the device."""
+    edit, copies = Edit.nothing(scene.timeline), np.flatnonzero(kept_on_host(scene))
+    edit.drop[copies] = edit.drop[scene.launch[copies]] = True
+    syncs = np.isin(scene.copy_of_sync, copies)
+    edit.drop_wait[syncs] = True
+    edit.work[syncs] = 0
+    return edit
+
+
+def _room_needed(scene: Scene) -> str:
     """So much more memory would they take on the GPU, at most."""
-    spans, kept = scene.timeline.spans, scene.is_kept_on_host
+    spans, kept = scene.timeline.spans, kept_on_host(scene)
     leaves = spans.size[kept & (spans.direction == Direction.DEVICE_TO_HOST)].sum()
     size = amount(float(leaves) / (scene.steps * len(scene.timeline.ranks)))
     return f"{size} leave the GPU in each step and come back for the backward pass: so much it would hold at most."

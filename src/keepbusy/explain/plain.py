@@ -17,7 +17,7 @@ from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
 from keepbusy.timeline.model import NONE, WORKERS, Floats, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.replay import pace, replay
-from keepbusy.timeline.run_facts import LOOP, SCRIPT, Part, RunFacts
+from keepbusy.timeline.run_facts import LOOP, SCRIPT, RunFacts
 
 USUAL_COST = 1.0
 """The costs in traces/rank_timeline.py were measured, so one is the factor of a host like that one."""
@@ -134,7 +134,7 @@ def turn_of_part(timeline: Timeline) -> int | None:
     steps = [run.step for run in facts.plain_runs.values() if run.steps]
     if not facts.one_turn or facts.reason is not None or facts.virtual or facts.plain_step is not None:
         return None
-    loop = innermost_at(facts.run, facts.loop)
+    loop = facts.own_loop
     return max(steps, default=loop.usual if loop is not None and loop.turns else 0) or None
 
 
@@ -155,7 +155,7 @@ def within_its_loop(timeline: Timeline) -> Timeline:
 
 def _sampled(timeline: Timeline, plain_step: int, factor: float) -> PlainTimeline:
     """A plain step that goes as these turns went, though they took less or more of it than can be explained."""
-    reached, loop = max(1.0, pace(timeline)), innermost_at(timeline.facts.run, timeline.facts.loop)
+    reached, loop = max(1.0, pace(timeline)), timeline.facts.own_loop
     ratio, known = plain_step / reached, loop is not None and loop.busy != NONE and len(timeline.ranks) == 1
     at_work = plain_step * loop.busy // max(1, loop.time) if loop is not None and known else 0
     return PlainTimeline(timeline, plain_step, ratio, factor, min(ratio, 1 / ratio), at_work)
@@ -165,7 +165,7 @@ def _as_lines_took(sample: PlainTimeline) -> PlainTimeline:
     """Each line of the loop takes what the run's tree has of it, not what the beginning of a turn shows; and what the
     turn passes at lines that were not met there is unknown."""
     timeline, facts = sample.timeline, sample.timeline.facts
-    loop = innermost_at(facts.run, facts.loop)
+    loop = facts.own_loop
     if loop is None or len(timeline.ranks) > 1:
         return sample
     spans, held = timeline.spans, replay(timeline).spans
@@ -198,24 +198,9 @@ def _innermost_of(timeline: Timeline, places: Sequence[str]) -> Ints:
     return line[timeline.spans.frame]
 
 
-def innermost_at(run: Part | None, name: str) -> Part | None:
-    """The loop of this name; where only its line is known, of several that a trainer holds there the one that turns
-    most, if most of the time passes in it."""
-    loops = [part for part in (run.within() if run is not None and name else ()) if part.kind == LOOP]
-    there = [part for part in loops if part.named == name] or [part for part in loops if part.place == name]
-    longest = max((part.time for part in there), default=0)
-    return max((part for part in there if 2 * part.time >= longest), key=lambda part: part.turns, default=None)
-
-
-def loop_named(run: Part | None, name: str) -> str:
-    """As the run's tree calls it."""
-    loop = innermost_at(run, name)
-    return loop.named if loop is not None else name
-
-
 def _mean_turn(facts: RunFacts) -> int:
     """Of the recorded loop, once it is warm. What a turn usually takes means nothing where many take far longer."""
-    loop = innermost_at(facts.run, facts.loop)
+    loop = facts.own_loop
     return loop.turn - loop.warm_up_time // loop.turns if loop is not None and loop.turns else 0
 
 

@@ -108,8 +108,9 @@ def _of_a_copy(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["offloaded"]
     spans, runs_once = seen.scene.timeline.spans, seen.scene.timeline.facts.runs_once
     copies = seen.scene.is_copy & np.isin(seen.finding.culprit, seen.rows)
-    if 2 * spans.size[copies & seen.scene.is_kept_on_host].sum() > spans.size[copies].sum():
-        is_pinned = spans.pinned[copies & seen.scene.is_kept_on_host].all()
+    kept = copies & kept_on_host(seen.scene)
+    if 2 * spans.size[kept].sum() > spans.size[copies].sum():
+        is_pinned = spans.pinned[kept].all()
         return PARTICULAR["kept_in_pinned_memory" if is_pinned else "kept_in_pageable_memory"]
     back = copies & (spans.direction == Direction.DEVICE_TO_HOST)
     if seen.finding.cause == "copy_not_overlapped":
@@ -120,6 +121,16 @@ def _of_a_copy(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["keep_on_device"]
     is_pinned = spans.pinned[copies].all()  # from there nobody waits but who asks to
     return PARTICULAR["drop_sync" if is_pinned else "pinned"] if runs_once else None
+
+
+def kept_on_host(scene: Scene) -> Mask:
+    """Which copies take to the host what the backward pass needs, or bring it back there, as `save_on_cpu` does: as
+    much comes back as has left."""
+    spans, launched = scene.timeline.spans, np.append(scene.within(Role.BACKWARD), False)[scene.launch]
+    large = scene.is_copy & (scene.launch != NONE) & (spans.size > STAGED_BYTES)
+    back = large & launched & (spans.direction == Direction.HOST_TO_DEVICE)
+    home = large & ~launched & (spans.direction == Direction.DEVICE_TO_HOST)
+    return (home & np.isin(spans.size, spans.size[back])) | (back & np.isin(spans.size, spans.size[home]))
 
 
 def _of_memory(seen: PlacedCause) -> Remedy | None:

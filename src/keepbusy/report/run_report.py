@@ -1,4 +1,5 @@
-"""The whole run: what it took, its loops, the plan; its steps, the host's lead, rare stalls, and what changed.
+"""The whole run: what it took, its loops, the plan; and in the margin of a report its steps, the host's lead, rare
+stalls, what changed, and what is not worth touching.
 
 Also in a few lines, while it is on: the tree as far as it has grown, the first row of the plan, and how its steps go.
 """
@@ -6,15 +7,27 @@ Also in a few lines, while it is on: the tree as far as it has grown, the first 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import COMPUTING, Cause, ChangedSteps, Diagnosis, LateRank, PlannedFix, RareStep, Where
+from keepbusy.explain.diagnosis import (
+    CAUSES,
+    COMPUTING,
+    Cause,
+    ChangedSteps,
+    Diagnosis,
+    Harmless,
+    LateRank,
+    PlannedFix,
+    RareStep,
+    Where,
+)
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, link_to
 from keepbusy.report.source import fix_line, source_of
@@ -31,12 +44,16 @@ WORTH_A_ROW = 0.003
 _NAMES = {IMPORTS: "imports", FIRST_USE: "first use of the GPU"}
 MATTERS = 0.02
 """Of a step: what takes less of it is not told."""
+LESSON_MATTERS = 0.01
+"""Of a script: a line that holds Python for less teaches nothing."""
 DELAY_MATTERS, STALL_MATTERS = 0.03, 0.01
 """The same, of the run."""
 STALLS_SHOWN, CAUSES_SHOWN = 3, 2
 """So many stalls are told, and so many causes of each."""
 JITTER = 0.1
 """Of the steps between two stalls: a rank that waits for another one sees the stall a step early or late."""
+AMONG_RANKS = {"peer_late", "exposed_collective"}
+"""Causes beside which it is told which ranks are late."""
 NO_LEAD, SOME_LEAD = 0.9, 0.1
 """Shares of the steps in which the host has no lead."""
 _INTERRUPTIONS = {
@@ -307,6 +324,59 @@ def _is_part(run: Part | None, place: str, turn: int) -> bool:
     """Whether what was explained is what a turn of this loop does beside the loops in it."""
     there = [part for part in (run.within() if run is not None else ()) if part.named == place and part.parts]
     return any(part.turn > 1.5 * turn and part.parts[0].kind == LOOP for part in there)
+
+
+def margin(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    """A label and a sentence each: the run as a whole, what is not worth touching, late ranks that no cause has shown,
+    what one should know."""
+    yield from asides(diagnosis.plain_runs, diagnosis.rare)
+    if diagnosis.later is not None:
+        first, *more = of_change(diagnosis, diagnosis.later)
+        yield "later", first
+        yield from (("", one) for one in more)
+    label, told = ("line", _lessons) if diagnosis.one_turn else ("ignore", _harmless)
+    yield from ((label, one) for one in told(diagnosis.harmless, diagnosis.plain_step))
+    yield from (("bubble", one) for one in bubble(diagnosis))
+    if not AMONG_RANKS & {cause.cause for cause in diagnosis.causes}:
+        yield from (("late", lateness(late, diagnosis.given)) for late in diagnosis.late)
+    yield from (("note", tame(note)) for note in diagnosis.notes)
+
+
+def bubble(diagnosis: Diagnosis) -> Iterator[str]:
+    """Of a pipeline, what its shape costs."""
+    time = diagnosis.ledger.get("pipeline_bubble", 0)
+    if time > diagnosis.noise:
+        lost = f"{duration(time, diagnosis.plain_step)} a step ({share(time, diagnosis.plain_step)})"
+        yield f"the stages of the pipeline wait {lost} for each other's messages"
+
+
+def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
+    """`host sync at train.py:60 (12 a step) costs nothing here: …`: all places with the same reason in one sentence."""
+
+    def key(one: Harmless) -> tuple[int, str]:
+        return (CAUSES.index(one.cause) if one.cause in CAUSES else len(CAUSES), one.why)
+
+    for (_, why), group in groupby(sorted(seen, key=key), key):
+        places = list(group)
+        total, name = sum(one.count for one in places), look(places[0].cause).name
+        where = words.at(max(places, key=lambda one: one.count).where, 50)
+        more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
+        often = f"{words.count(total)} a step" if total > 0.5 else words.every(1 / total, "step")
+        yield f"{name}{where}{more} ({often}) {_cost(places[0].gain, step)}: {tame(why)}"
+
+
+def _lessons(seen: Iterable[Harmless], step: int) -> Iterator[str]:
+    """Of a script without steps, line by line: what holds Python there, and what to learn of it."""
+    for one in sorted(seen, key=lambda one: -one.held):
+        if one.why and one.held >= LESSON_MATTERS * step:
+            often = f", {words.count(one.count)} times" if one.count > 1 else ""
+            yield f"{words.spot(one.where, 50)} holds Python for {duration(one.held, step)}{often}: {tame(one.why)}"
+
+
+def _cost(gain: int, step: int) -> str:
+    if gain < 0.005 * step:
+        return "costs nothing here"
+    return f"costs too little here to be told from noise ({duration(gain, step)})"
 
 
 def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[RareStep] = ()) -> Iterator[tuple[str, str]]:

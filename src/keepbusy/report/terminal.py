@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.console import RenderableType
@@ -17,14 +16,12 @@ from rich.text import Text
 
 from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
 from keepbusy.explain.diagnosis import (
-    CAUSES,
     COMPUTING,
     COPYING,
     PLACES,
     WIRE,
     Cause,
     Diagnosis,
-    Harmless,
     Prediction,
 )
 from keepbusy.report import run_report, words
@@ -51,7 +48,6 @@ _WORTH_A_PLACE = 0.05
 """Of a cause's wait: a place with less is not named."""
 _UNEXPLAINED = 0.1
 """Of the step: with so much unknown nobody can say that there is nothing to gain."""
-_AMONG_RANKS = {"peer_late", "exposed_collective"}
 
 
 class _Detail(NamedTuple):
@@ -135,7 +131,8 @@ def parts(
         yield line("A step takes ", (duration(diagnosis.plain_step), STRONG), ".")
         yield _BLANK
     yield from run_report.loops(diagnosis)
-    yield from _asides(diagnosis)
+    if margin := list(run_report.margin(diagnosis)):
+        yield labelled(margin)
     if len(diagnosis.causes) > detail.causes or not detail.advice:
         yield unbroken((label("more"), FAINT), "this is shortened to one screen; with --json all of it is there")
     yield unbroken((label("again"), FAINT), again or _again(diagnosis))
@@ -197,7 +194,7 @@ def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: _Detail, w
     yield line(tame(cause.what), indent=3)
     if detail.sites and (others := _other_sites(cause)):
         yield line((others, FAINT), indent=3)
-    for late in diagnosis.late if cause.cause in _AMONG_RANKS else ():
+    for late in diagnosis.late if cause.cause in run_report.AMONG_RANKS else ():
         yield line(run_report.lateness(late, diagnosis.given), indent=3)
     if detail.advice and cause.advice:
         yield line(tame(cause.advice), indent=3)
@@ -296,62 +293,8 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
         lost = f"{duration(launches, step)} of it ({share(launches, step)})"
         return f"No gain is foretold: the GPU computes {busy} of the step and waits {lost} for launches."
     here = "in an ordinary step" if diagnosis.plan else "here"
-    verdict = "No line is to blame" if any(_bubble(diagnosis)) else f"Nothing to gain {here}"
+    verdict = "No line is to blame" if any(run_report.bubble(diagnosis)) else f"Nothing to gain {here}"
     return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
-
-
-def _asides(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """The run as a whole, what is not worth touching, late ranks that no cause has shown, what one should know."""
-    shown = {cause.cause for cause in diagnosis.causes} & _AMONG_RANKS
-    asides = list(run_report.asides(diagnosis.plain_runs, diagnosis.rare))
-    if diagnosis.later is not None:
-        first, *more = run_report.of_change(diagnosis, diagnosis.later)
-        asides += [("later", first), *(("", one) for one in more)]
-    told = _lessons if diagnosis.one_turn else _harmless
-    label = "line" if diagnosis.one_turn else "ignore"
-    asides += [(label, one) for one in told(diagnosis.harmless, diagnosis.plain_step)]
-    asides += [("bubble", one) for one in _bubble(diagnosis)]
-    asides += [("late", run_report.lateness(late, diagnosis.given)) for late in diagnosis.late if not shown]
-    asides += [("note", tame(note)) for note in diagnosis.notes]
-    if asides:
-        yield labelled(asides)
-
-
-def _bubble(diagnosis: Diagnosis) -> Iterator[str]:
-    """Of a pipeline, what its shape costs."""
-    time = diagnosis.ledger.get("pipeline_bubble", 0)
-    if time > diagnosis.noise:
-        lost = f"{duration(time, diagnosis.plain_step)} a step ({share(time, diagnosis.plain_step)})"
-        yield f"the stages of the pipeline wait {lost} for each other's messages"
-
-
-def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
-    """`host sync at train.py:60 (12 a step) costs nothing here: …`: all places with the same reason in one sentence."""
-
-    def key(one: Harmless) -> tuple[int, str]:
-        return (CAUSES.index(one.cause) if one.cause in CAUSES else len(CAUSES), one.why)
-
-    for (_, why), group in groupby(sorted(seen, key=key), key):
-        places = list(group)
-        total, name = sum(one.count for one in places), look(places[0].cause).name
-        where = words.at(max(places, key=lambda one: one.count).where, 50)
-        more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        often = f"{words.count(total)} a step" if total > 0.5 else words.every(1 / total, "step")
-        yield f"{name}{where}{more} ({often}) {_cost(places[0].gain, step)}: {tame(why)}"
-
-
-def _lessons(seen: tuple[Harmless, ...], step: int) -> Iterator[str]:
-    """Of a script without steps, line by line: what holds Python there, and what to learn of it."""
-    for one in sorted(seen, key=lambda one: -one.held):
-        if one.why and one.held >= _FOLDED * step:
-            often = f", {words.count(one.count)} times" if one.count > 1 else ""
-            yield f"{words.spot(one.where, 50)} holds Python for {duration(one.held, step)}{often}: {tame(one.why)}"
-
-
-def _cost(gain: int, step: int) -> str:
-    if gain < 0.005 * step:
-        return "costs nothing here"
-    return f"costs too little here to be told from noise ({duration(gain, step)})"
 
 
 def _again(diagnosis: Diagnosis) -> str:

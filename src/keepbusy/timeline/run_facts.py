@@ -78,6 +78,11 @@ class RunFacts:
         return self.source or "the recording"
 
     @property
+    def own_loop(self) -> Part | None:
+        """The loop whose turns are the steps, in the run's tree."""
+        return self.run.loop_at(self.loop) if self.run is not None and self.loop else None
+
+    @property
     def runs_once(self) -> bool:
         """Whether it is a script that is one turn, and not the one turn of a loop, or one call, that was recorded."""
         is_part = (self.loop and not self.virtual) or any(run.steps for run in self.plain_runs.values())
@@ -278,6 +283,14 @@ class Part:
         yield self
         for part in self.parts:
             yield from part.within()
+
+    def loop_at(self, name: str) -> Part | None:
+        """The loop of this name; where only its line is known, of several that a trainer holds there the one that
+        turns most, if most of the time passes in it."""
+        loops = [part for part in self.within() if part.kind == LOOP]
+        there = [part for part in loops if part.named == name] or [part for part in loops if part.place == name]
+        longest = max((part.time for part in there), default=0)
+        return max((part for part in there if 2 * part.time >= longest), key=lambda part: part.turns, default=None)
 
 
 def loop_name(place: str, function: str) -> str:

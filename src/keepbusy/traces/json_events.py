@@ -1,4 +1,6 @@
-"""The events of a JSON text, batch by batch, decoded into the few fields that are of use, and what stands around them.
+"""A trace's file, unpacked block by block -> its events, batch by batch, and what stands around them.
+
+Of an event only the few fields that are of use are decoded.
 
 Where one event ends and the next begins is usually found by a cheap guess, and decoding tells when that was wrong: a
 cut at the wrong depth leaves brackets open. Then the text is scanned exactly, with numpy, whatever its layout.
@@ -6,21 +8,48 @@ cut at the wrong depth leaves brackets open. Then the text is scanned exactly, w
 
 from __future__ import annotations
 
+import gzip
+import os
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from decimal import Decimal
-from typing import Any, NamedTuple, Union
+from pathlib import Path
+from typing import IO, Any, NamedTuple, TypeAlias, Union, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from isal import igzip, isal_zlib
 
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, opened
 from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.traces.kineto_names import ARGUMENTS, CUDA_MEMORY, MEMORY, MEMORY_ARGUMENTS
 
+OnProgress: TypeAlias = Callable[[str, float], Any]
+"""Called now and then with what is being done, and which share of it is done, from 0 to 1."""
 RECORD = "record with torch.profiler.profile(...) and give what its export_chrome_trace writes"
+
+BLOCK_SIZE = 256 << 10
+"""Small enough that a block and its rows stay in the processor's cache: a quarter faster than 1 MB."""
+SMALL = 64 << 20
+"""Below this, what a file decompresses to is nobody's trouble."""
+_MOST_RATIO = 200
+"""A long trace is about 20 times smaller compressed; only a file made to do harm shrinks so much more."""
+_MOST_BYTES = 64 << 30
+_GZIP = b"\x1f\x8b"
+_DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, cast("type[Exception]", isal_zlib.error))
+_FOREIGN_BEGINNINGS = (
+    (b"version https://git-lfs", "the pointer that Git LFS leaves in place of a file", "fetch the file: git lfs pull"),
+    (b"PK\x03\x04", "a zip archive", "unpack it and give the .json or .json.gz within"),
+    (b"SQLite format 3", "an SQLite database, as `nsys export` writes it", RECORD),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it and give the .json"),
+    (b"BZh", "compressed with bzip2", "unpack it and give the .json"),
+    (b"\xfd7zXZ", "compressed with xz", "unpack it and give the .json"),
+    (b"\x80", "a pickle, perhaps of PyTorch's flight recorder", "those of a job that hangs go to keepbusy explain"),
+    (b"\x89busy", "a run that keepbusy saved", "open it with keepbusy.load, or give it a name that ends in .busy"),
+)
 
 LARGEST_FLOAT_TIME = 2.0**43
 """Microseconds up to which a float keeps each nanosecond apart from the next."""
@@ -154,10 +183,10 @@ class EventBatch(NamedTuple):
 class Batches:
     """Iterate over the events; then `facts` says what the file holds beside them."""
 
-    def __init__(self, path: str, blocks: Iterator[bytes]) -> None:
+    def __init__(self, path: str, on_progress: OnProgress | None = None) -> None:
         self.path = path
         self.decoder = _Decoder()
-        self._blocks = blocks
+        self._blocks = _blocks(path, on_progress)
         self._before = b""
         self._after = b""
         self._closed = False
@@ -273,6 +302,46 @@ class Batches:
         return BadInput(
             f"{self.path} has no `traceEvents` (its keys: {held}); give a trace that PyTorch's profiler exported."
         )
+
+
+def _blocks(path: str, on_progress: OnProgress | None) -> Iterator[bytes]:
+    """What the file says, whether it is compressed or not and whatever its name claims."""
+    with opened(path, "a trace of PyTorch's profiler") as file:
+        try:
+            yield from _decompressed(path, file, on_progress)
+        except _DAMAGE as error:
+            raise BadInput(f"{path} is a damaged gzip file ({error}); export or copy the trace again.") from None
+
+
+def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) -> Iterator[bytes]:
+    zipped = file.peek(2)[:2] == _GZIP  # type: ignore[attr-defined]
+    source = igzip.IGzipFile(fileobj=file) if zipped else file
+    size, done = os.fstat(file.fileno()).st_size, 0
+    what = f"reading {''.join(letter if letter.isprintable() else '?' for letter in Path(path).name)}"
+    while block := source.read(BLOCK_SIZE):
+        if not done:
+            _refuse_foreign(path, block)
+        done += len(block)
+        consumed = file.tell() if file.seekable() else done
+        if zipped and done > SMALL and done > min(_MOST_RATIO * consumed, _MOST_BYTES):
+            raise BadInput(
+                f"{path} unpacks to more than {done >> 20} MB from {consumed >> 10} kB, which no profiler trace does; "
+                "check where it comes from, or unpack it yourself and give the .json."
+            )
+        if on_progress and size:
+            on_progress(what, min(1.0, consumed / size))
+        yield block
+    if not done:
+        raise BadInput(f"{path} is empty; export the trace again, after the profiler has stopped.")
+
+
+def _refuse_foreign(path: str, block: bytes) -> None:
+    """What is known by its first bytes, or its name, to be something else."""
+    for beginning, kind, advice in _FOREIGN_BEGINNINGS:
+        if block.startswith(beginning):
+            raise BadInput(f"{path} is {kind}; {advice}.")
+    if path.endswith((".nsys-rep", ".qdrep", ".ncu-rep")):
+        raise BadInput(f"{path} is a report of NVIDIA Nsight; {RECORD}.")
 
 
 def _opening(path: str, text: bytes) -> int:

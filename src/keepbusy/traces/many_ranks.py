@@ -22,7 +22,6 @@ from keepbusy.timeline.ranks import met
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
 from keepbusy.timeline.steps import sample, whole_steps
-from keepbusy.traces.kineto_names import RANK, WORLD_SIZE
 from keepbusy.traces.rank_timeline import timeline_of
 from keepbusy.traces.trace_file import (
     DeviceEvents,
@@ -215,13 +214,10 @@ def digest(path: str) -> RankDigest:
 
 def _outline(file: Trace) -> Trace:
     """Each trace lists the ranks of all groups: of a thousand ranks that would be a million."""
-    said, facts = file.facts.get("distributedInfo"), {"deviceProperties": file.facts.get("deviceProperties")}
-    if isinstance(said, dict):
-        facts["distributedInfo"] = {name: said[name] for name in (RANK, WORLD_SIZE) if name in said}
     extent = [int(file.events.start.argmin()), int(file.events.end.argmax())]
     events, of_device = file.events.take(np.array(extent)), DeviceEvents.of(0)
     file = replace(file, events=events, device_events=of_device, names=(), threads=(), collectives=())
-    return replace(file, memory=MemoryUse.of(0), facts=facts)
+    return replace(file, memory=MemoryUse.of(0))
 
 
 def _collectives(timeline: Timeline) -> Timeline:

@@ -32,9 +32,9 @@ from keepbusy.timeline.model import (
     settle,
 )
 from keepbusy.timeline.run_facts import RunFacts
-from keepbusy.traces.kineto_names import CAPABILITY, ELEMENT_SIZES, NCCL_KERNEL, QUEUE_FULL, STREAM_WAIT, Category
+from keepbusy.traces.kineto_names import ELEMENT_SIZES, NCCL_KERNEL, QUEUE_FULL, STREAM_WAIT, Category
 from keepbusy.traces.rank_trace import RankTrace, sorted_once
-from keepbusy.traces.trace_file import Collective, Trace
+from keepbusy.traces.trace_file import Collective, Trace, TracedDevice
 
 _BANDWIDTHS = ((9, 52.0), (8, 24.0), (1, 12.0))
 """From which compute capability on a link carries so many bytes a nanosecond: PCIe 5 as measured on an H200, 4 and 3
@@ -98,13 +98,11 @@ def _as_traced(file: Trace, rank: int) -> Timeline:
 
 def _facts(file: Trace, groups: dict[int, int]) -> RunFacts:
     """What it tells of the run that it is of. `groups`: how many ranks belong to each."""
-    device = file.devices[0] if file.devices and isinstance(file.devices[0], dict) else {}
-    capability = device.get(CAPABILITY)
-    known = capability if isinstance(capability, int) else 0
+    device = file.devices[0] if file.devices else TracedDevice("", 0)
     return RunFacts(
-        device=str(device.get("name", "")),
-        pinned_bandwidth=next((bandwidth for since, bandwidth in _BANDWIDTHS if known >= since), None),
-        stacks=bool(file.facts.get("with_stack")),
+        device=device.name,
+        pinned_bandwidth=next((bandwidth for since, bandwidth in _BANDWIDTHS if device.capability >= since), None),
+        stacks=file.stacks,
         source=file.path,
         skipped=file.skipped,
         world=file.world,
@@ -378,7 +376,7 @@ def _orders(trace: RankTrace, timeline: Timeline, launches: Links, call_rows: In
 def _stream_waits(trace: RankTrace, streams: _Streams, said: _NamedWaits) -> list[tuple[int, int]]:
     """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
     events = trace.events
-    waits = np.flatnonzero(trace.file.is_call & trace.file.named(STREAM_WAIT.match))
+    waits = np.flatnonzero(trace.is_call & trace.file.named(STREAM_WAIT.match))
     waits = waits[np.argsort(events.start[waits], kind="stable")]
     if len(streams) < 2:
         return []
@@ -395,7 +393,7 @@ def _stream_waits(trace: RankTrace, streams: _Streams, said: _NamedWaits) -> lis
 def _named_waits(trace: RankTrace, streams: _Streams) -> _NamedWaits:
     """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
     events, syncs = trace.events, trace.syncs.take(trace.syncs.awaited_stream >= 0)
-    calls = np.flatnonzero(trace.file.is_call & (events.correlation >= 0)) if len(syncs) else syncs.event
+    calls = np.flatnonzero(trace.is_call & (events.correlation >= 0)) if len(syncs) else syncs.event
     called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
     said: _NamedWaits = {}
     columns = (events.correlation[syncs.event], syncs.device, syncs.stream, syncs.awaited_stream, syncs.awaited_record)

@@ -74,6 +74,7 @@ class RankTrace:
         self.of_command = said.take(np.searchsorted(said.event, self.commands))  # what each command says of itself
         self.syncs = said.take((category == Category.SYNC) & (said.device >= 0))
         self.is_step_mark = (self.events.category == Category.ANNOTATION) & file.begins(*STEP_MARKS)
+        self.is_call = file.is_call
         launched = np.unique(self.events.correlation[self.commands])
         self.threads = self._threads(launched)
         self.calls = self._calls(launched)
@@ -118,13 +119,13 @@ class RankTrace:
     def _threads(self, launched: Ints) -> Ints:
         """Those that launched something, or say they take steps. Watchdogs and pollers are no part of the program."""
         events = self.events
-        calls = np.flatnonzero(self.file.is_call & (events.correlation >= 0))
+        calls = np.flatnonzero(self.is_call & (events.correlation >= 0))
         launching = calls[_among(events.correlation[calls], launched)]
         return np.unique(np.concatenate([events.thread[launching], events.thread[self.is_step_mark]]))
 
     def _calls(self, launched: Ints) -> Calls:
         file, events = self.file, self.events
-        rows = np.flatnonzero(file.is_call & np.isin(events.thread, self.threads))
+        rows = np.flatnonzero(self.is_call & np.isin(events.thread, self.threads))
         rows = rows[np.lexsort((-events.end[rows], events.start[rows]))]
         allocates, synchronises = file.named(ALLOCATION.match)[rows], file.named(SYNC_CALL.match)[rows]
         launches = _among(events.correlation[rows], launched) & (events.correlation[rows] >= 0)
@@ -146,7 +147,7 @@ class RankTrace:
     def _launch(self) -> Ints:
         """Of each command the call that launched it, the outermost one, or NONE."""
         events, calls, launch = self.events, self.calls, np.full(len(self.commands), NONE, np.int64)
-        rows = np.flatnonzero(self.file.is_call & (events.correlation >= 0))
+        rows = np.flatnonzero(self.is_call & (events.correlation >= 0))
         if not len(rows):
             return launch
         rows = rows[np.argsort(events.correlation[rows], kind="stable")]

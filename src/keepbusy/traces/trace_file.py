@@ -1,18 +1,16 @@
 """A file of PyTorch's profiler -> `Trace`: what PyTorch wrote, in Kineto's own terms, before anyone interprets it.
 
-It is unpacked block by block, and its rows are turned into columns batch by batch, so that neither is ever held whole.
+Its rows are turned into columns batch by batch, as they are unpacked, so that neither is ever held whole.
 Several files are read at once, each by a process. Last, which rank of a run each of them is.
 """
 
 from __future__ import annotations
 
-import gzip
 import os
 import pickle
 import re
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,14 +21,13 @@ from operator import attrgetter
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread as PythonThread
-from typing import IO, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from isal import igzip, isal_zlib
 
-from keepbusy.timeline.files import BadInput, opened
+from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import LARGEST_RANK, NONE, Ints, Mask, MemoryUse, Table, column
 from keepbusy.traces.json_events import (
     LARGEST_FLOAT_TIME,
@@ -41,37 +38,17 @@ from keepbusy.traces.json_events import (
     EventBatch,
     Instant,
     Naming,
+    OnProgress,
 )
-from keepbusy.traces.kineto_names import CATEGORIES, OLD_OPERATOR, RANK, WORLD_SIZE, Category
+from keepbusy.traces.kineto_names import CAPABILITY, CATEGORIES, OLD_OPERATOR, RANK, WORLD_SIZE, Category
 
-OnProgress: TypeAlias = Callable[[str, float], Any]
-"""Called now and then with what is being done, and which share of it is done, from 0 to 1."""
 EachOf: TypeAlias = Callable[[list[str], Callable[[str], Any], OnProgress | None], Iterator[tuple[int, Any]]]
 """How each of many files is read: the names, what is made of one, and who wants to know."""
 _Made = TypeVar("_Made")
 
-BLOCK_SIZE = 256 << 10
-"""Small enough that a block and its rows stay in the processor's cache: a quarter faster than 1 MB."""
-SMALL = 64 << 20
-"""Below this, what a file decompresses to is nobody's trouble."""
-_MOST_RATIO = 200
-"""A long trace is about 20 times smaller compressed; only a file made to do harm shrinks so much more."""
-_MOST_BYTES = 64 << 30
 WORTH_PROCESSES = 200 << 20
 """Bytes of JSON below which starting processes takes longer than they save."""
 _USUAL_RATIO = 13
-_GZIP = b"\x1f\x8b"
-_DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, cast("type[Exception]", isal_zlib.error))
-_FOREIGN_BEGINNINGS = (
-    (b"version https://git-lfs", "the pointer that Git LFS leaves in place of a file", "fetch the file: git lfs pull"),
-    (b"PK\x03\x04", "a zip archive", "unpack it and give the .json or .json.gz within"),
-    (b"SQLite format 3", "an SQLite database, as `nsys export` writes it", RECORD),
-    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it and give the .json"),
-    (b"BZh", "compressed with bzip2", "unpack it and give the .json"),
-    (b"\xfd7zXZ", "compressed with xz", "unpack it and give the .json"),
-    (b"\x80", "a pickle, perhaps of PyTorch's flight recorder", "those of a job that hangs go to keepbusy explain"),
-    (b"\x89busy", "a run that keepbusy saved", "open it with keepbusy.load, or give it a name that ends in .busy"),
-)
 _AUTOGRAD = {"CPU functions", "CUDA functions"}
 """The processes of the autograd profiler."""
 _OLD_OPERATOR = len(Category)
@@ -97,7 +74,7 @@ def read_trace(path: str | Path, on_progress: OnProgress | None = None) -> Trace
 
 
 def _read(path: str, on_progress: OnProgress | None) -> Trace:
-    collector, batches = _Collector(), Batches(path, _blocks(path, on_progress))
+    collector, batches = _Collector(), Batches(path, on_progress)
     for batch in batches:
         collector.add(batch)
     facts, decoder = batches.facts(), batches.decoder
@@ -175,6 +152,13 @@ class Collective(NamedTuple):
     peer: int = NONE  # of a send or recv: the other rank
 
 
+class TracedDevice(NamedTuple):
+    """What a trace says of a device."""
+
+    name: str
+    capability: int  # the major number of CUDA's; 0 where nobody knows
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """One file."""
@@ -184,8 +168,14 @@ class Trace:
     names: tuple[str, ...]
     threads: tuple[Thread, ...]
     collectives: tuple[Collective, ...]
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that stands beside `traceEvents`: schemaVersion, deviceProperties, distributedInfo, with_stack, …"""
+    rank: int | None = None
+    """Which one of its run it says it is."""
+    world: int | None = None
+    """How many ranks the run has, of which some may not be given."""
+    devices: tuple[TracedDevice, ...] = ()
+    """That its program saw."""
+    stacks: bool = False
+    """Whether it tells of Python's frames."""
     skipped: int = 0
     """Events that could not be read."""
     device_events: DeviceEvents = field(default_factory=lambda: DeviceEvents.of(0))
@@ -199,29 +189,6 @@ class Trace:
     def begins(self, *beginnings: str) -> Mask:
         """Which events have a name that begins with one of these."""
         return self.named(lambda name: name.startswith(beginnings))
-
-    @property
-    def rank(self) -> int | None:
-        """Which one of its run it says it is."""
-        rank = self._place_in_run.get(RANK)
-        return rank if isinstance(rank, int) and 0 <= rank < LARGEST_RANK else None
-
-    @property
-    def world(self) -> int | None:
-        """How many ranks the run has, of which some may not be given."""
-        size = self._place_in_run.get(WORLD_SIZE)
-        return size if isinstance(size, int) and 0 < size <= LARGEST_RANK else None
-
-    @property
-    def _place_in_run(self) -> dict[str, Any]:
-        said = self.facts.get("distributedInfo")
-        return said if isinstance(said, dict) else {}
-
-    @property
-    def devices(self) -> list[Any]:
-        """What it says of each device that its program saw."""
-        said = self.facts.get("deviceProperties")
-        return said if isinstance(said, list) else []
 
     @property
     def is_call(self) -> Mask:
@@ -273,6 +240,8 @@ class _Collector:
 
     def trace(self, path: str, facts: Mapping[str, Any], skipped: int) -> Trace:
         """Of all rows so far, of which there are some."""
+        said, devices = facts.get("distributedInfo"), facts.get("deviceProperties")
+        place = said if isinstance(said, dict) else {}
         return Trace(
             path=path,
             events=Events.concatenate(self._events),
@@ -281,7 +250,10 @@ class _Collector:
             names=tuple(self.names),
             threads=self.threads.table(),
             collectives=tuple(self.collectives),
-            facts=facts,
+            rank=_below(LARGEST_RANK, place.get(RANK)),
+            world=_below(LARGEST_RANK + 1, place.get(WORLD_SIZE)) or None,
+            devices=tuple(map(_device, devices if isinstance(devices, list) else ())),
+            stacks=bool(facts.get("with_stack")),
             skipped=skipped,
         )
 
@@ -308,6 +280,16 @@ class _Collector:
             for here, one in zip(kernel, arguments, strict=True)
         ]
         return np.array(found, np.int64)
+
+
+def _below(limit: int, said: Any) -> int | None:
+    return said if isinstance(said, int) and 0 <= said < limit else None
+
+
+def _device(said: Any) -> TracedDevice:
+    about = said if isinstance(said, dict) else {}
+    capability = about.get(CAPABILITY)
+    return TracedDevice(str(about.get("name", "")), capability if isinstance(capability, int) else 0)
 
 
 class _KeyNumbers(dict[Any, int]):
@@ -447,46 +429,6 @@ def _ranks(said: Any) -> tuple[int, ...]:
     if not isinstance(said, str) or "." in said:
         return ()
     return tuple(int(digits) for digits in re.findall(r"\d{1,9}", said))
-
-
-def _blocks(path: str, on_progress: OnProgress | None) -> Iterator[bytes]:
-    """What the file says, whether it is compressed or not and whatever its name claims."""
-    with opened(path, "a trace of PyTorch's profiler") as file:
-        try:
-            yield from _decompressed(path, file, on_progress)
-        except _DAMAGE as error:
-            raise BadInput(f"{path} is a damaged gzip file ({error}); export or copy the trace again.") from None
-
-
-def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) -> Iterator[bytes]:
-    zipped = file.peek(2)[:2] == _GZIP  # type: ignore[attr-defined]
-    source = igzip.IGzipFile(fileobj=file) if zipped else file
-    size, done = os.fstat(file.fileno()).st_size, 0
-    what = f"reading {''.join(letter if letter.isprintable() else '?' for letter in Path(path).name)}"
-    while block := source.read(BLOCK_SIZE):
-        if not done:
-            _refuse_foreign(path, block)
-        done += len(block)
-        consumed = file.tell() if file.seekable() else done
-        if zipped and done > SMALL and done > min(_MOST_RATIO * consumed, _MOST_BYTES):
-            raise BadInput(
-                f"{path} unpacks to more than {done >> 20} MB from {consumed >> 10} kB, which no profiler trace does; "
-                "check where it comes from, or unpack it yourself and give the .json."
-            )
-        if on_progress and size:
-            on_progress(what, min(1.0, consumed / size))
-        yield block
-    if not done:
-        raise BadInput(f"{path} is empty; export the trace again, after the profiler has stopped.")
-
-
-def _refuse_foreign(path: str, block: bytes) -> None:
-    """What is known by its first bytes, or its name, to be something else."""
-    for beginning, kind, advice in _FOREIGN_BEGINNINGS:
-        if block.startswith(beginning):
-            raise BadInput(f"{path} is {kind}; {advice}.")
-    if path.endswith((".nsys-rep", ".qdrep", ".ncu-rep")):
-        raise BadInput(f"{path} is a report of NVIDIA Nsight; {RECORD}.")
 
 
 def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = None) -> list[Trace]:
