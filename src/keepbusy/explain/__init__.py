@@ -287,10 +287,12 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
 
 def _with_turn_around(timeline: Timeline) -> Timeline:
     """With what was recorded between two runs of the loop as a window on the loop around it, where nothing else is."""
-    run, inner = timeline.facts.run, timeline.facts.own_loop
-    around = next((part for part in run.within() if inner in part.parts), None) if run is not None else None
+    run = timeline.facts.run
+    if run is None or (inner := timeline.facts.own_loop) is None:
+        return timeline
+    around = next((part for part in run.within() if inner in part.parts), None)
     known = {one.facts.reason.place for one in timeline.further if one.facts.reason}
-    if inner is None or around is None or around.kind != LOOP or around.named in known:
+    if around is None or around.kind != LOOP or around.named in known:
         return timeline
     if any(one.comes_rarely(inner) for one in inner.parts):
         return timeline  # what came between two runs may be that, which is a loop of its own
