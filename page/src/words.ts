@@ -1,4 +1,4 @@
-// How times, shares and sizes are written: as keepbusy.report.words writes them.
+// How times, shares and sizes are written: as keepbusy.timeline.figures writes them.
 
 const UNITS: [string, number][] = [["s", 1e9], ["ms", 1e6], ["µs", 1e3]];
 

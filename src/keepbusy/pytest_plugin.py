@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from keepbusy.timeline.figures import NANOSECONDS, amount, duration
+
 if TYPE_CHECKING:
     from keepbusy.fix.gate.guard import Wait
 
@@ -26,7 +28,6 @@ _MARK = (
     "runs beside the computation, and how much memory it takes"
 )
 _PROPERTY = "keepbusy"
-_UNITS = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MEASURE = re.compile(r"^\s*([0-9.]+)\s*([A-Za-zµ]+)\s*$")
 _MARGIN = 1.02
@@ -160,10 +161,10 @@ class TestMeasure:
             limit = limits.get(f"max_{name}")
             if limit is not None and found[name] > limit:
                 yield f"{found[name]} {name.replace('_', ' ')}, where max_{name}={limit}"
-        if "max_wait" in limits and wait > measure(limits["max_wait"], _UNITS):
-            yield f"Python waited for {wait / 1e6:.3g} ms, where max_wait={limits['max_wait']!r}"
+        if "max_wait" in limits and wait > measure(limits["max_wait"], NANOSECONDS):
+            yield f"Python waited for {duration(wait)}, where max_wait={limits['max_wait']!r}"
         if "max_memory" in limits and self._peak > measure(limits["max_memory"], _SIZES):
-            yield f"{self._peak / 1e9:.3g} GB of the GPU's memory, where max_memory={limits['max_memory']!r}"
+            yield f"{amount(self._peak)} of the GPU's memory, where max_memory={limits['max_memory']!r}"
         if "min_overlap" in limits:
             yield from self._exposed(limits["min_overlap"])
 
@@ -196,7 +197,7 @@ def _limits(mark: pytest.Mark | None, item: pytest.Item) -> dict[str, Any]:
         return {}
     if mark.args or not set(mark.kwargs) <= set(_LIMITS):
         raise pytest.UsageError(f"{item.nodeid}: the keepbusy mark takes {', '.join(_LIMITS)}, each by its name")
-    for name, units in (("max_wait", _UNITS), ("max_memory", _SIZES)):
+    for name, units in (("max_wait", NANOSECONDS), ("max_memory", _SIZES)):
         if name in mark.kwargs:
             measure(mark.kwargs[name], units)
     return dict(mark.kwargs)
@@ -205,7 +206,7 @@ def _limits(mark: pytest.Mark | None, item: pytest.Item) -> dict[str, Any]:
 def measure(text: str, units: dict[str, int]) -> float:
     """`2ms`, `12GB`."""
     found = _MEASURE.match(str(text))
-    unit = units.get(found[2] if units is _UNITS else found[2].upper()) if found else None
+    unit = units.get(found[2] if units is NANOSECONDS else found[2].upper()) if found else None
     if found is None or unit is None:
         raise pytest.UsageError(f"{text!r} has no unit that is known; write a number and one of {', '.join(units)}")
     return float(found[1]) * unit

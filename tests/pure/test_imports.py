@@ -25,13 +25,13 @@ ROOMS = {
     "recording": ({"timeline", "instrument", "traces"}, {"numpy", "torch"}),
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
     "explain": ({"timeline"}, {"numpy"}),
-    "hang": ({"timeline.files", "timeline.frame_roles", "report.words"}, set()),
+    "hang": ({"timeline.files", "timeline.figures", "timeline.frame_roles", "report.words"}, set()),
     "report": (
         {"timeline", "explain.diagnosis", "explain.comparison"},
         {"numpy", "rich"},
     ),
     "fix": (
-        {"instrument", "runtime", "timeline", "explain", "report.words", "report.source", "report.exports"},
+        {"instrument", "runtime", "timeline", "explain", "report.source", "report.exports"},
         {"torch", "libcst", "numpy"},
     ),
     "runtime": (set(), {"torch"}),

@@ -371,6 +371,8 @@ def test_where_ranks_differ_is_said_of_the_loop() -> None:
     assert list(where_ranks_differ({0: tree(50_000, 0.5), 1: tree(51_000, 0.52)})) == []
     [slow] = where_ranks_differ({0: tree(50_000, 0.5), 1: tree(51_000, 0.5), 2: tree(70_000, 0.5)})
     assert slow == "train.py:9: a turn takes rank 2 70.0 ms, and the others 50.0 to 51.0 ms."
+    [long] = where_ranks_differ({0: tree(1_200_000, 0.5), 1: tree(2_500_000, 0.5)})
+    assert long == "train.py:9: a turn takes rank 1 2.50 s, and the other 1.20 s."
     [late] = where_ranks_differ({0: tree(50_000, 0.9), 1: tree(50_000, 0.5)})
     assert late.startswith("train.py:9: the GPU of rank 1 is at work for 50% of the time (the other 90%): ")
 

@@ -19,6 +19,7 @@ from keepbusy.report import terminal, words
 from keepbusy.report.exports import CSV_COLUMNS, csv_table, perfetto
 from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import LOOKS
+from keepbusy.timeline import figures
 
 WIDTHS = (40, 60, 80, 100, 140)
 
@@ -200,14 +201,14 @@ def test_causes_stand_in_the_order_of_their_numbers() -> None:
     ],
 )
 def test_durations(time: int, said: str) -> None:
-    assert words.duration(time) == said
+    assert figures.duration(time) == said
 
 
 def test_two_times_share_a_unit() -> None:
-    assert words.transition(ms(31.3), ms(0.41)) == "31.3 → 0.4 ms"
-    assert words.transition(0, ms(20)) == "0 → 20.0 ms"
-    assert words.duration(ms(0.003), ms(31.3)) == "<0.01 ms"
-    assert words.span_of(ms(8.4), ms(8.41), ms(31)) == "8.4"
+    assert figures.transition(ms(31.3), ms(0.41)) == "31.3 → 0.4 ms"
+    assert figures.transition(0, ms(20)) == "0 → 20.0 ms"
+    assert figures.duration(ms(0.003), ms(31.3)) == "<0.01 ms"
+    assert figures.span_of(ms(8.4), ms(8.41), ms(31)) == "8.4"
 
 
 @pytest.mark.parametrize(
@@ -221,12 +222,12 @@ def test_two_times_share_a_unit() -> None:
     ],
 )
 def test_changes(before: int, after: int, said: str) -> None:
-    assert words.change(before, after) == said
+    assert figures.change(before, after) == said
 
 
 @pytest.mark.parametrize(("part", "said"), [(0, "0%"), (3, "<1%"), (640, "64%"), (1000, "100%")])
 def test_shares(part: int, said: str) -> None:
-    assert words.share(part, 1000) == said
+    assert figures.share(part, 1000) == said
 
 
 @pytest.mark.parametrize(
@@ -241,12 +242,12 @@ def test_shares(part: int, said: str) -> None:
     ],
 )
 def test_how_often_in_words(number: float, said: str) -> None:
-    assert words.every(number, "step") == said
+    assert figures.every(number, "step") == said
 
 
 @pytest.mark.parametrize(("number", "said"), [(1, "1"), (12.04, "12"), (0.25, "0.2"), (1.5, "1.5")])
 def test_counts(number: float, said: str) -> None:
-    assert words.count(number) == said
+    assert figures.count(number) == said
 
 
 def test_long_names_lose_their_middle() -> None:

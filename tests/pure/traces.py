@@ -78,7 +78,8 @@ NCCL = {
 def beside(path: str | Path) -> dict[str, Any]:
     """What stands in a trace's file beside its events."""
     batches = Batches(str(path))
-    assert any(batches)
+    for _ in batches:
+        pass
     return batches.facts()
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from keepbusy import __version__
 from keepbusy.timeline import files
+from keepbusy.timeline.figures import NANOSECONDS
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
@@ -228,15 +229,14 @@ def _can_show_signs() -> bool:
 
 # What may stand behind a flag
 
-_UNITS = {"": 1e6, "ms": 1e6, "s": 1e9, "us": 1e3, "µs": 1e3, "ns": 1.0}
-_LONGEST = 24 * 3600 * 1e9
+_LONGEST = 24 * 3600 * NANOSECONDS["s"]
 _DURATION = re.compile(r"([+-]?[0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)", re.IGNORECASE)
 
 
 def step_time(text: str) -> int:
     """Nanoseconds: `25.0` is milliseconds, `25ms` and `0.025s` say so themselves."""
     match = _DURATION.fullmatch(text.strip())
-    unit = _UNITS.get(match[2].lower()) if match else None
+    unit = NANOSECONDS.get(match[2].lower() or "ms") if match else None
     time = _number(match[1]) * unit if match and unit else math.nan
     if not 1 <= time <= _LONGEST:
         raise argparse.ArgumentTypeError(

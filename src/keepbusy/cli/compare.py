@@ -24,7 +24,7 @@ from keepbusy.cli import (
     rendered_comparison,
     write_comparison,
 )
-from keepbusy.report.words import duration
+from keepbusy.timeline.figures import duration
 
 if TYPE_CHECKING:
     from keepbusy.explain.comparison import Comparison

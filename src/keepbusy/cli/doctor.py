@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from keepbusy.cli import check_place, replacing, whole_number, without_pytorch
 from keepbusy.cli.program import DRIVER
-from keepbusy.report.words import duration, listing
+from keepbusy.timeline.figures import duration, listing
 from keepbusy.timeline.files import BadInput
 from keepbusy.virtual.costs import device
 from keepbusy.virtual.costs.device import CollectiveLaw, crossings

@@ -30,6 +30,7 @@ from keepbusy.cli import (
     save,
     screen,
 )
+from keepbusy.timeline import figures
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _again(options: argparse.Namespace) -> str:
     asked += ["--workers", str(options.workers)] if options.workers != WORKERS else []
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save), *asked])
-    plain = [] if options.plain_step is None else ["--plain-step", f"{options.plain_step / 1e6:g}"]
+    plain = [] if options.plain_step is None else ["--plain-step", figures.option(options.plain_step)]
     return shlex.join(["keepbusy", "explain", *_folded(options.files), *plain, *asked])
 
 

@@ -34,7 +34,7 @@ from keepbusy.cli import (
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.processes import make_folder
 from keepbusy.report import words
-from keepbusy.report.words import duration
+from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:

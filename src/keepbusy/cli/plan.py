@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from keepbusy.cli import add_program, complain, need_pytorch, program_in, whole_number
 from keepbusy.instrument.processes import make_folder
-from keepbusy.report.words import duration, listing, share
+from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.files import BadInput
 
 EXAMPLES = """\

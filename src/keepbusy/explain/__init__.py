@@ -26,8 +26,9 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded, turn_of_part, within_its_loop
-from keepbusy.explain.remedies import PARTICULAR, times
+from keepbusy.explain.remedies import PARTICULAR
 from keepbusy.explain.run_plan import plan_of_run
+from keepbusy.timeline.figures import duration, times
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Kind, Timeline
@@ -243,7 +244,7 @@ def _behind_others(story: Story, plan: Sequence[PlannedFix]) -> Iterator[str]:
             place, *more = sorted(finding.places, key=lambda one: -len(finding.places[one]))
             there, often = f" and {len(more)} more" if more else "", finding.count / per_step
             yield (
-                f"{cause} at {place}{there} ({times(often)}) costs nothing as the step is, and {gain / 1e6:.1f} ms "
+                f"{cause} at {place}{there} ({times(often)}) costs nothing as the step is, and {duration(gain)} "
                 "once what else holds it up is fixed."
             )
 

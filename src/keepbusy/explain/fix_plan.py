@@ -27,12 +27,12 @@ from keepbusy.explain.remedies import (
     PARTICULAR,
     Remedy,
     allocator_told,
-    amount,
     by_place,
     kept_on_host,
     places_of,
     remedy_for,
 )
+from keepbusy.timeline.figures import amount
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS

@@ -172,6 +172,7 @@ class Forecast:
 
     plain: PlainTimeline
     other: PlainTimeline
+    nothing: Edit  # that leaves the run as it was
     _spent: dict[Edit, StepParts] = field(default_factory=dict)  # edits are compared by identity: each is replayed once
     _predicted: dict[Edit, Prediction] = field(default_factory=dict)
 
@@ -196,11 +197,6 @@ class Forecast:
             return 0
         before, after = (one.computing + one.copying + one.wire for one in map(self.spent, (self.nothing, edit)))
         return max(0, self.plain.at_work - round(before - after))
-
-    @cached_property
-    def nothing(self) -> Edit:
-        """That leaves the run as it was."""
-        return Edit.nothing(self.plain.timeline)
 
     def gain(self, edit: Edit) -> int:
         return self.plain.step - self.step(edit)
@@ -278,7 +274,8 @@ class Story:
     def of(window: Timeline, plain_step: int | None, workers: int) -> Story:
         window = fed_as_usual(window, plain_step)
         plain = plain_run(window, plain_step)
-        forecast, scene = Forecast(plain, other_view(window, plain)), Scene(plain.timeline, workers)
+        forecast = Forecast(plain, other_view(window, plain), Edit.nothing(plain.timeline))
+        scene = Scene(plain.timeline, workers)
         found = findings(scene)
         everything = Edit.of([one.edit for one in found.values()], scene.timeline)
         found = {cause: replace(one, places=places_of(scene, one)) for cause, one in found.items()}

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from keepbusy.timeline.figures import duration, option
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
 from keepbusy.timeline.model import NONE, WORKERS, Floats, Ints, Kind, Mask, Timeline
@@ -104,8 +105,8 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> PlainTimeline:
         return PlainTimeline(timeline, round(recorded), 1.0, 0.0)
     if plain_step > LUCKIEST_RECORDING * recorded:
         raise BadInput(
-            f"{timeline.facts.named} cannot have a plain step of {plain_step / 1e6:.6g} ms: recorded, its steps take "
-            f"{recorded / 1e6:.3g} ms, and recording makes no run faster; give --plain-step in milliseconds, "
+            f"{timeline.facts.named} cannot have a plain step of {option(plain_step)} ms: recorded, its steps take "
+            f"{duration(round(recorded))}, and recording makes no run faster; give --plain-step in milliseconds, "
             "measured on the same program."
         )
     factor, speed = _factor(timeline, plain_step, recorded), 1.0
@@ -121,9 +122,9 @@ def plain_run(timeline: Timeline, plain_step: int | None) -> PlainTimeline:
             if plain_step >= SLOWEST_HOST * reached:
                 return _sampled(deflated, plain_step, factor)
         raise BadInput(
-            f"{timeline.facts.named} cannot have a plain step of {plain_step / 1e6:.3g} ms: even without the cost of "
-            f"recording its work takes {reached / 1e6:.3g} ms a step; give --plain-step in milliseconds, measured on "
-            "the same program."
+            f"{timeline.facts.named} cannot have a plain step of {option(plain_step)} ms: even without the cost "
+            f"of recording its work takes {duration(round(reached))} a step; give --plain-step in milliseconds, "
+            "measured on the same program."
         )
     return PlainTimeline(deflated, plain_step, plain_step / reached, factor)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from keepbusy.explain.causes import STAGED_BYTES, Finding, Scene
 from keepbusy.explain.diagnosis import LateRank, SideLane, Where
+from keepbusy.timeline.figures import amount, times
 from keepbusy.timeline.frame_roles import DDP_FORWARD, INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.run_facts import RunFacts
@@ -373,21 +374,6 @@ SAID: dict[str, str | Callable[[Scene, Finding], str]] = {
     "peer_late": _came_late,
     "exposed_collective": _travelled,
 }
-
-
-def times(count: float) -> str:
-    """Once, twice, 12 times a step."""
-    if count < 2 / 3:
-        return f"once in {round(1 / max(count, 1e-3))} steps"
-    rounded = round(count)
-    return {1: "once a step", 2: "twice a step"}.get(rounded, f"{rounded} times a step")
-
-
-def amount(size: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size:.0f} bytes"
 
 
 ROWS_NEARBY = 400

@@ -13,6 +13,7 @@ from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix, Predict
 from keepbusy.explain.fix_plan import PLACES_APART, Plan, planned_fix
 from keepbusy.explain.ledger import NOISE
 from keepbusy.explain.remedies import PARTICULAR, REMEDIES, WORTH_NAMING, Remedy, setting_of
+from keepbusy.timeline.figures import fixed
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import (
@@ -65,8 +66,8 @@ def _shared_evenly(rows: list[PlannedFix], uneven: Sequence[UnevenLoop], told: D
             Prediction(after, after, turn),
             run_gain=one.longest - one.mean,
             loop=one.place,
-            reason=f"The loop takes rank {one.rank} {one.longest / 1e9:.1f} s, and {one.mean / 1e9:.1f} s in the mean "
-            "of all ranks, which meet only after it.",
+            reason=f"The loop takes rank {one.rank} {fixed(one.longest, 's', 1)} s, and {fixed(one.mean, 's', 1)} s in "
+            "the mean of all ranks, which meet only after it.",
         )
         others = [other for other in rows if other.fix != "align_ranks"]
         before = [other for other in others if other.run_gain > row.run_gain]
@@ -114,10 +115,9 @@ def _held_by_another(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     if 2 * held < max(1, fix.run_gain):
         return fix
     remedy, place = PARTICULAR["another_process"], run.beside[0].place
-    ran, whole = run.ran / 1e9, run.time / 1e9
     reason = (
-        f"Other threads of the program ran for {others / 1e9:.1f} s, mostly there, and this one for {ran:.1f} of "
-        f"{whole:.1f} s: only one thread at a time runs Python."
+        f"Other threads of the program ran for {fixed(others, 's', 1)} s, mostly there, and this one for "
+        f"{fixed(run.ran, 's', 1)} of {fixed(run.time, 's', 1)} s: only one thread at a time runs Python."
     )
     gain = min(fix.run_gain, held)  # no more than the other thread held it up
     named = replace(fix, fix=remedy.fix, where=(Where.of(place),), advice=remedy.advice, code=remedy.code, api="")
@@ -136,11 +136,11 @@ def _side_by_side(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     times = around.turns // max([1, *(part.turns for part in loops if around in part.parts)])
     if times < 2:
         return fix
-    best = inner.time / times / 1e9
+    took, best = fixed(inner.time, "s", 1), fixed(inner.time / times, "s", 1)
     reason = (
         f"If its turns need nothing of each other, the {times} of the loop at {around.place} could go side by side: "
     )
-    return replace(fix, reason=f"{fix.reason} {reason}of {inner.time / 1e9:.1f} s at best {best:.1f} are left.".strip())
+    return replace(fix, reason=f"{fix.reason} {reason}of {took} s at best {best} are left.".strip())
 
 
 def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
@@ -212,7 +212,7 @@ def _of_all_steps(one: PlannedFix, steps: int, most: int = 1 << 62) -> PlannedFi
         one,
         run_gain=max(0, one.gain * steps - COMPILING),
         reason="Programs differ in what they gain by it, from nothing to most of this; try it. "
-        f"Compiling takes some {COMPILING // 10**9} s, once: it pays {after}, and this run took {steps:,}.",
+        f"Compiling takes some {fixed(COMPILING, 's', 0)} s, once: it pays {after}, and this run took {steps:,}.",
     )
 
 
@@ -252,8 +252,8 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
         saved // batches,
         Prediction(turn, turn, max(turn, min(now, round((1 + NOISE) * turn)))),
         run_gain=saved,
-        reason=f"The program waited {(use.waited - use.began) / 1e9:.1f} s{rank} for its {use.batches:,} batches: "
-        f"a batch takes a worker {use.in_worker / 1e6:.0f} ms, the rest of a turn {use.turn / 1e6:.0f} ms, "
+        reason=f"The program waited {fixed(use.waited - use.began, 's', 1)} s{rank} for its {use.batches:,} batches: "
+        f"a batch takes a worker {fixed(use.in_worker, 'ms', 0)} ms, the rest of a turn {fixed(use.turn, 'ms', 0)} ms, "
         f"and there {are} and {use.cores} cores.",
     )
 

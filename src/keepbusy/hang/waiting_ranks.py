@@ -14,7 +14,8 @@ from itertools import groupby, islice
 from typing import Any
 
 from keepbusy.hang.flight_recorder import CallSite, CollectiveCall, CollectiveLog, Operand
-from keepbusy.report.words import listing, tame
+from keepbusy.report.words import tame
+from keepbusy.timeline.figures import listing
 
 _UNEVEN = ("all_to_all", "all_to_all_single", "all_to_all_v_single", "alltoall", "alltoall_base")
 """Of these each rank may give and take other sizes."""

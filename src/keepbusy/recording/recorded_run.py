@@ -14,6 +14,7 @@ import numpy as np
 from keepbusy.recording.line_log import LineRecord, Stretch
 from keepbusy.recording.recorder import FACTS
 from keepbusy.recording.windows import LINES, TRACE, Tick
+from keepbusy.timeline.figures import duration, fixed
 from keepbusy.timeline.files import BadInput, typed
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
@@ -140,22 +141,19 @@ def _notes(left: Mapping[str, Any]) -> tuple[str, ...]:
 def _part_of_a_turn(left: Mapping[str, Any]) -> str:
     """To close a window takes as long as all that it has seen, so a long step is not recorded to its end."""
     (number, began, _), (_, _, ended) = left["ticks"]
-    takes = f"takes {_lasting(left['plain_step'])}" if left.get("plain_step") else "is long"
+    takes = f"takes {duration(left['plain_step'])}" if left.get("plain_step") else "is long"
     return (
-        f"{NOTE_OF_RECORDED} the first {_lasting(ended - began)} of step {number + 1}. A step {takes}: "
+        f"{NOTE_OF_RECORDED} the first {duration(ended - began)} of step {number + 1}. A step {takes}: "
         "what is said here of its causes is said of that part alone."
     )
-
-
-def _lasting(time: int) -> str:
-    return f"{time / 1e9:.1f} s" if time >= 1e8 else f"{time / 1e6:.1f} ms"
 
 
 def _part_of_a_script(left: Mapping[str, Any]) -> str:
     (_, began, _), (_, _, ended) = left["ticks"]
     return (
-        f"{NOTE_OF_RECORDED} {(ended - began) / 1e9:.1f} s of the script, from {left['about']['since'] / 1e9:.1f} s "
-        f"on; opening and closing the recorder held the program up for {left['cost'] / 1e9:.1f} s."
+        f"{NOTE_OF_RECORDED} {fixed(ended - began, 's', 1)} s of the script, from "
+        f"{fixed(left['about']['since'], 's', 1)} s on; opening and closing the recorder held the program "
+        f"up for {fixed(left['cost'], 's', 1)} s."
     )
 
 
@@ -163,10 +161,10 @@ def _what_was_recorded(looks: Sequence[Mapping[str, Any]], steps: int, held_up: 
     first, *further = [f"{look['ticks'][0][0] + 1} to {look['ticks'][-1][0]}" for look in looks]
     again = f", and again {' and '.join(further)}" if further else ""
     which = f"steps {first} of {steps}" if steps else f"turns {first} of the loop"  # nobody marked any step
-    cost = (held_up or sum(look["cost"] for look in looks)) / 1e9
+    cost = held_up or sum(look["cost"] for look in looks)
     return (
         f"{NOTE_OF_RECORDED} {which}{again}; opening and closing the recorder held the program up "
-        f"for {cost:.1f} s{' in all' if further else ', once'}."
+        f"for {fixed(cost, 's', 1)} s{' in all' if further else ', once'}."
     )
 
 
@@ -246,7 +244,7 @@ def _further_of_all(timelines: Sequence[Timeline]) -> Iterator[Timeline]:
 def _since_the_change(first: Timeline, later: Timeline) -> Timeline:
     """The window in which steps were as in most of the run, with all that is known of the run itself."""
     assert later.facts.reason is not None  # for which it was chosen
-    now, before = (f"{one.facts.plain_step / 1e6:.1f} ms" if one.facts.plain_step else "?" for one in (later, first))
+    now, before = (duration(one.facts.plain_step) if one.facts.plain_step else "?" for one in (later, first))
     since = f"Since step {later.facts.reason.began} a step takes {now}, and {before} before"
     note = f"{since}: what is explained are the later ones, in which most of the run's time passed."
     own = replace(later.facts, reason=None, notes=(*first.facts.notes, note))

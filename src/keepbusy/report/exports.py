@@ -19,7 +19,8 @@ from keepbusy import __version__
 from keepbusy.explain.diagnosis import Cause, Diagnosis, Site, Turns, Where
 from keepbusy.report import words
 from keepbusy.report.source import source_of
-from keepbusy.report.words import change, count, duration, look, share, tame, transition
+from keepbusy.report.words import look, tame
+from keepbusy.timeline.figures import change, count, duration, share, transition
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, LinkKind, Timeline
 
 _CHUNK = 4096

@@ -31,7 +31,8 @@ from keepbusy.explain.diagnosis import (
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, link_to
 from keepbusy.report.source import fix_line, source_of
-from keepbusy.report.words import duration, look, share, tame
+from keepbusy.report.words import look, tame
+from keepbusy.timeline.figures import change, count, duration, every, listing, share, span_of, transition, unit_of
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Figures, Part, PlainRun, RareStall, SlowTurns
@@ -128,9 +129,9 @@ def _heading(part: Part, around: Part, room: int) -> Iterator[str | tuple[str, s
 def _about(part: Part) -> str:
     found = []
     if part.kind == LOOP and part.turn != NONE:
-        span = words.span_of(part.low, part.high, part.usual)
+        span = span_of(part.low, part.high, part.usual)
         among = f" ({span})" if part.low != NONE else ""
-        with_mean = words.span_of(min(part.low, part.usual), max(part.high, part.usual), part.usual)
+        with_mean = span_of(min(part.low, part.usual), max(part.high, part.usual), part.usual)
         if among and span != with_mean:  # a few turns that take very long are in the mean
             among = f" on average (mostly {span})"
         found.append(f"{duration(part.usual)} a turn{among}")
@@ -159,7 +160,7 @@ def _sentences(part: Part) -> Iterator[str]:
 def _how_often(slow: SlowTurns) -> str:
     """`every second turn takes`, `3 turns take`."""
     if slow.regular and slow.every >= 1.5 and slow.count > 2:  # two of them are no rhythm
-        return f"{words.every(slow.every, 'turn')} takes"
+        return f"{every(slow.every, 'turn')} takes"
     return "one turn takes" if slow.count == 1 else f"{slow.count} turns take"
 
 
@@ -188,7 +189,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         for sentence in _said_of(one, diagnosis, others, waits):
             yield line((sentence, FAINT), indent=3)
     if diagnosis.run is not None and (left := [one for one in diagnosis.plan if one not in rows]):
-        named = words.listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))
+        named = listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))
         time = duration(round(WORTH_A_ROW * diagnosis.run.time))
         each = " each" if len(left) > 1 else ""
         yield line((f"{len(left)} more would save less than {time} of this run{each}: {named}.", FAINT))
@@ -232,7 +233,7 @@ def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) 
     for late in one.late:
         yield tame(lateness(late, diagnosis.given))
     if one.needs and not waits:
-        named = words.listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
+        named = listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
         needed = f" {partners}" if partners else f": {named}"
         alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
         yield f"{alone}it goes together with{needed}"
@@ -245,7 +246,7 @@ def _partners(diagnosis: Diagnosis, one: PlannedFix) -> str:
     rows = enumerate(_worth_a_row(diagnosis), 1)
     numbers = {other.named: number for number, other in rows if other is not one}  # two may be called alike
     known = all(other in numbers for other in one.needs)
-    return words.listing([str(number) for number in sorted({numbers[other] for other in one.needs})]) if known else ""
+    return listing([str(number) for number in sorted({numbers[other] for other in one.needs})]) if known else ""
 
 
 def _after(
@@ -257,12 +258,12 @@ def _after(
     turn = step + one.gain
     high = max(one.predicted.high, min(high, turn))
     after: list[tuple[str, str] | str] = [
-        (f"{words.transition(turn, step)} {turns_meant(one)}", GAIN),
-        (f" ({words.span_of(low, high, turn)})", FAINT),
+        (f"{transition(turn, step)} {turns_meant(one)}", GAIN),
+        (f" ({span_of(low, high, turn)})", FAINT),
     ]
     if diagnosis.run is not None and saved and one.run_gain != NONE:
         whole = diagnosis.run.time
-        after.append((f" · the run {words.transition(max(0, whole - before), max(0, whole - saved))}", GAIN))
+        after.append((f" · the run {transition(max(0, whole - before), max(0, whole - saved))}", GAIN))
     return after
 
 
@@ -293,7 +294,7 @@ def turns_meant(one: PlannedFix) -> str:
     """Of which turns the fix speaks."""
     if one.loop:
         return f"a turn of the loop at {_loop(one.loop)}"
-    return words.every(one.every, "step") if one.every else "a step"
+    return every(one.every, "step") if one.every else "a step"
 
 
 def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -361,7 +362,7 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
         total, name = sum(one.count for one in places), look(places[0].cause).name
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        often = f"{words.count(total)} a step" if total > 0.5 else words.every(1 / total, "step")
+        often = f"{count(total)} a step" if total > 0.5 else every(1 / total, "step")
         yield f"{name}{where}{more} ({often}) {_cost(places[0].gain, step)}: {tame(why)}"
 
 
@@ -369,7 +370,7 @@ def _lessons(seen: Iterable[Harmless], step: int) -> Iterator[str]:
     """Of a script without steps, line by line: what holds Python there, and what to learn of it."""
     for one in sorted(seen, key=lambda one: -one.held):
         if one.why and one.held >= LESSON_MATTERS * step:
-            often = f", {words.count(one.count)} times" if one.count > 1 else ""
+            often = f", {count(one.count)} times" if one.count > 1 else ""
             yield f"{words.spot(one.where, 50)} holds Python for {duration(one.held, step)}{often}: {tame(one.why)}"
 
 
@@ -393,8 +394,9 @@ def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[RareStep] = ()) -> 
     left = list(looked_at)
     for rank, stall in _rare(runs):
         yield "rarely", _stall(stall, rank if len(runs) > 1 else NONE)
-        every = round(stall.every)
-        mine = next((one for one in left if round(one.stall.every) == every and stall.comes_in(one.step)), None)
+        mine = next(
+            (one for one in left if round(one.stall.every) == round(stall.every) and stall.comes_in(one.step)), None
+        )
         if mine is not None:
             left.remove(mine)
             yield from (("", sentence) for sentence in of_stall(mine))
@@ -418,10 +420,9 @@ def _where(lines: tuple[str, ...]) -> Where:
 
 
 def _steps(run: PlainRun) -> str:
-    span = words.span_of(run.low, run.high, run.step)
-    unit = duration(run.step).partition(" ")[2]
+    span = span_of(run.low, run.high, run.step)
     begun = f" The first {run.warm_up} took {duration(run.warm_up_time)} in all." if run.warm_up else ""
-    return f"Of {run.steps:,} steps that were not recorded eight in ten take {span} {unit}.{begun}"
+    return f"Of {run.steps:,} steps that were not recorded eight in ten take {span} {unit_of(run.step)}.{begun}"
 
 
 def _lead(run: PlainRun) -> str:
@@ -440,19 +441,19 @@ def _of_each_step(run: PlainRun) -> Iterator[str]:
         lost = share(round(1000 * run.delayed), 1000)
         yield f"For {lost} of the run the program was ready to go on, but other work had the host's processors."
     if run.requests >= MATTERS:
-        yield f"PyTorch asks the driver for memory {words.count(run.requests)} times a step, also after the warm-up."
+        yield f"PyTorch asks the driver for memory {count(run.requests)} times a step, also after the warm-up."
     if run.retries:
         yield f"The memory was full {run.retries} times: PyTorch gave back what it had cached and asked again."
 
 
 def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
     """The largest first. Ranks wait for each other, so of those that stall together the one with a reason is told."""
-    every = [
+    known = [
         (rank, stall) for rank, run in sorted(runs.items()) for stall in run.stalls if stall.share >= STALL_MATTERS
     ]
-    every.sort(key=lambda one: (-bool(one[1].what), -bool(one[1].lines), -one[1].share))
+    known.sort(key=lambda one: (-bool(one[1].what), -bool(one[1].lines), -one[1].share))
     kept: list[tuple[int, RareStall]] = []
-    for rank, stall in every:
+    for rank, stall in known:
         if not any(_comes_with(stall, other) for _, other in kept):
             kept.append((rank, stall))
     return sorted(kept, key=lambda one: -one[1].share)[:STALLS_SHOWN]
@@ -485,7 +486,7 @@ def _when(stall: RareStall) -> str:
         return "Once"
     keeps_a_beat = stall.regular and (stall.count > 2 or stall.what)  # any two do
     if keeps_a_beat and round(stall.every) > 1:  # else they came one after the other, and then no more
-        return f"Every {words.count(stall.every)} steps"
+        return f"Every {count(stall.every)} steps"
     return f"{stall.count} times"
 
 
@@ -496,7 +497,7 @@ def of_stall(rare: RareStep) -> Iterator[str]:
         yield f"In step {rare.step}, which was looked at, the GPU computes for {busy} of it: no fix gains much there."
     for number, cause in enumerate(rare.causes[:CAUSES_SHOWN]):
         before, after = rare.plain_step, cause.predicted.step
-        fixed = f"fixed, such a step takes {words.transition(before, after)}"
+        fixed = f"fixed, such a step takes {transition(before, after)}"
         yield f"{_cause(cause)} · {fixed}: {duration(rare.gain_of(cause.predicted))} less a step on average"
         code = fix_line(cause)
         if code and code not in [fix_line(one) for one in rare.causes[:number]]:
@@ -518,7 +519,7 @@ def of_change(first: Diagnosis, later: ChangedSteps) -> Iterator[str]:
         what = f"{_cause(new)}, which cost nothing before; without it {duration(new.predicted.step)}"
     else:
         what = _what_changed(place, first, now)
-    yield f"Since step {later.since} a step takes {step}, {words.change(first.plain_step, now.plain_step)}: {what}"
+    yield f"Since step {later.since} a step takes {step}, {change(first.plain_step, now.plain_step)}: {what}"
     grew = now.ledger.get(place, 0) > first.ledger.get(place, 0)
     grown = next((one for one in now.causes if grew and one.cause == place), None)
     if (cause := new or grown) and (code := fix_line(cause)):
@@ -543,7 +544,7 @@ def _what_changed(place: str, first: Diagnosis, now: Diagnosis) -> str:
     was, is_now = first.ledger.get(place, 0), now.ledger.get(place, 0)
     cause = next((one for run in (now, first) for one in run.causes if one.cause == place), None)
     where = _cause(cause) if cause else look(place).name
-    return f"{where}, {words.transition(was, is_now)} of it"
+    return f"{where}, {transition(was, is_now)} of it"
 
 
 # While the program runs
@@ -599,7 +600,7 @@ def _with_depth(part: Part, depth: int) -> Iterator[tuple[int, Part]]:
 def _first_fix(diagnosis: Diagnosis) -> Text:
     first = diagnosis.plan[0]
     where = f" at {words.spot(first.where[0], 30)}" if first.where else ""
-    gain = words.transition(first.predicted.step + first.gain, first.predicted.step)
+    gain = transition(first.predicted.step + first.gain, first.predicted.step)
     return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} a turn")
 
 
@@ -642,7 +643,7 @@ def _step_so_far(figures: Figures | None, now: int) -> list[_Said]:
     if figures.limit and passed > max(figures.limit, 10**9):
         late = f"the next one takes {duration(passed)} so far, instead of {duration(figures.step)}"
         return [steps, _Said("late", late)]
-    spread = words.span_of(figures.low, figures.high, figures.step)
+    spread = span_of(figures.low, figures.high, figures.step)
     return [steps, _Said("time", duration(figures.step)), _Said("spread", f"({spread})"), *_lead_now(figures.lead)]
 
 

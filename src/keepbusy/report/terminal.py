@@ -39,7 +39,9 @@ from keepbusy.report.paper import (
     unbroken,
 )
 from keepbusy.report.source import fix_line, source_of
-from keepbusy.report.words import duration, look, share, tame
+from keepbusy.report.words import look, tame
+from keepbusy.timeline import figures
+from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.run_facts import Cluster, Straggler
 
 HEIGHT = 39  # one screen, and the prompt below it
@@ -168,7 +170,7 @@ def _what_it_does(diagnosis: Diagnosis) -> str:
     done += [("exchanges data", ledger.get(WIRE, 0)), ("waits", diagnosis.waiting)]
     shown = [(verb, time) for verb, time in done if verb in ("computes", "waits") or time >= 0.01 * whole]
     told = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
-    return words.listing(told).replace(" (", " of it (", 1)
+    return listing(told).replace(" (", " of it (", 1)
 
 
 def _causes(diagnosis: Diagnosis, width: int, detail: _Detail) -> Iterator[RenderableType]:
@@ -225,8 +227,8 @@ def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableT
 
 def _prediction(step: int, predicted: Prediction) -> list[tuple[str, str] | str]:
     """`31.3 → 8.9 ms, 72% less (8.4–10.1)`."""
-    gain = f"{words.transition(step, predicted.step)}, {words.change(step, predicted.step)}"
-    return [(gain, GAIN), (f" ({words.span_of(predicted.low, predicted.high, step)})", FAINT)]
+    gain = f"{figures.transition(step, predicted.step)}, {figures.change(step, predicted.step)}"
+    return [(gain, GAIN), (f" ({figures.span_of(predicted.low, predicted.high, step)})", FAINT)]
 
 
 def _place(cause: Cause, width: int) -> RenderableType:
@@ -256,14 +258,14 @@ def _other_sites(cause: Cause) -> str:
     named = [f"{place} ({duration(waits[place])})" for place in others[:2]]
     if len(others) > 2:
         named.append(f"{len(others) - 2} more place{'s' if len(others) > 3 else ''}")
-    return f"also {words.listing(named)}" if named else ""
+    return f"also {listing(named)}" if named else ""
 
 
 def _verdict(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     """What all of it gives; or that there is nothing to gain."""
     step, after = diagnosis.plain_step, diagnosis.predicted
     if diagnosis.fixed:
-        named = words.listing(list(diagnosis.fixed))
+        named = listing(list(diagnosis.fixed))
         yield line((f"With {named} fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
     elif len(diagnosis.causes) > 1:
         yield line(("All of this fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
@@ -298,7 +300,7 @@ def _nothing_to_gain(diagnosis: Diagnosis) -> str:
 
 
 def _again(diagnosis: Diagnosis) -> str:
-    plain = ["--plain-step", f"{diagnosis.plain_step / 1e6:g}"] if diagnosis.plain_given else []
+    plain = ["--plain-step", figures.option(diagnosis.plain_step)] if diagnosis.plain_given else []
     return tame(shlex.join(["keepbusy", "explain", *diagnosis.sources, *plain]))
 
 
@@ -406,12 +408,12 @@ def _late_ranks(cluster: Cluster) -> Iterator[RenderableType]:
         where = "the GPU computes" if one.computing else "the host takes"
         yield line(
             f"{number}  ", (_who(one), PLACE), f": {where} {duration(one.late)} a step longer than elsewhere   ",
-            (f"{words.transition(before, one.left)} without", GAIN),
+            (f"{figures.transition(before, one.left)} without", GAIN),
         )  # fmt: skip
         before = one.left
     if more := cluster.stragglers[_STRAGGLERS_NAMED:]:
         ranks = sum(len(one.ranks) for one in more)
-        yield line(f"   {len(more)} more, {ranks:,} ranks together: {words.transition(before, more[-1].left)}")
+        yield line(f"   {len(more)} more, {ranks:,} ranks together: {figures.transition(before, more[-1].left)}")
     if not cluster.stragglers:
         yield line("   No rank and no host takes much longer than the others of its kind.")
     yield line((" ".join(_of_the_others(cluster)), FAINT), indent=3)
@@ -426,7 +428,7 @@ def _who(one: Straggler) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     whole = ranks[-1] - ranks[0] == len(ranks) - 1
-    return f"{ranks[0]}–{ranks[-1]}" if whole else words.listing([str(rank) for rank in ranks])
+    return f"{ranks[0]}–{ranks[-1]}" if whole else listing([str(rank) for rank in ranks])
 
 
 def _of_the_others(cluster: Cluster) -> Iterator[str]:
@@ -438,7 +440,7 @@ def _of_the_others(cluster: Cluster) -> Iterator[str]:
         own = sorted(one.own for one in others)
         name = f"The other {len(others):,}" if late else f"All {len(others):,}"
         yield (
-            f"{name} ranks{on_hosts} take {words.span_of(own[0], own[-1], own[-1])} {duration(own[-1]).split()[-1]} "
+            f"{name} ranks{on_hosts} take {figures.span_of(own[0], own[-1], own[-1])} {figures.unit_of(own[-1])} "
             f"a step by themselves, and half of all ranks {duration(cluster.typical)} or less."
         )
     beyond = cluster.step - max(one.own for one in cluster.ranks)
@@ -453,7 +455,7 @@ def _different_work(cluster: Cluster) -> Iterator[str]:
     if len(kinds) > 1:
         first = {kind: next(one.rank for one in cluster.ranks if one.kind == kind) for kind in kinds}
         each = [f"{count:,} like rank {first[kind]}" for kind, count in kinds.most_common(4)]
-        yield f"By their collectives they do {len(kinds)} different things: {words.listing(each)}."
+        yield f"By their collectives they do {len(kinds)} different things: {listing(each)}."
 
 
 # Two runs held against each other
@@ -492,18 +494,18 @@ def _changes(comparison: Comparison, width: int, colour: bool = False) -> Iterat
 
 def _step_changed(step: Change) -> RenderableType:
     if not step.significant:
-        same = f"The step is the same within noise: {words.transition(step.before, step.after)}"
+        same = f"The step is the same within noise: {figures.transition(step.before, step.after)}"
         return line((same, STRONG), (f" (noise {duration(step.noise)})", FAINT))
     style = _BETTER if step.difference < 0 else _WORSE
-    gain = f"{words.transition(step.before, step.after)}, {words.change(step.before, step.after)}"
+    gain = f"{figures.transition(step.before, step.after)}, {figures.change(step.before, step.after)}"
     return line("A step takes ", (gain, style), (f" (noise {duration(step.noise)})", FAINT))
 
 
 def _predicted(comparison: Comparison) -> Iterator[RenderableType]:
     predicted, step = comparison.predicted, comparison.step
     if predicted is not None:
-        span = words.span_of(predicted.low, predicted.high, step.before)
-        yield line(f"Predicted was {words.transition(step.before, predicted.step)} ({span}).")
+        span = figures.span_of(predicted.low, predicted.high, step.before)
+        yield line(f"Predicted was {figures.transition(step.before, predicted.step)} ({span}).")
 
 
 def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
@@ -514,17 +516,17 @@ def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
     for one in comparison.plan:
         fix, verdict = one.fix, "made" if one.made else "not made"
         where = f" at {words.spot(fix.where[0], 48)}" if fix.where else ""
-        turn = words.transition(fix.predicted.step + fix.gain, fix.predicted.step)
+        turn = figures.transition(fix.predicted.step + fix.gain, fix.predicted.step)
         yield line((f"{verdict:9}", _BETTER if one.made else FAINT), (words.fix(fix.fix), STRONG), f"{where}   ", turn)
     if comparison.foretold is not None:
         step, foretold = comparison.step, comparison.foretold
-        span = words.span_of(foretold.low, foretold.high, step.before)
-        said = f"{words.transition(step.before, foretold.step)} a step ({span}); it takes "
+        span = figures.span_of(foretold.low, foretold.high, step.before)
+        said = f"{figures.transition(step.before, foretold.step)} a step ({span}); it takes "
         came = f"{duration(step.after, step.before)}: {_how_it_came(foretold.low, foretold.high, step)}"
         yield line(("foretold ", FAINT), said, came)
     if comparison.run is not None and comparison.made:
         run, foretold_run = comparison.run, comparison.run_foretold
-        said = f"the run {words.transition(run.before, foretold_run)}; it took {duration(run.after, run.before)}"
+        said = f"the run {figures.transition(run.before, foretold_run)}; it took {duration(run.after, run.before)}"
         yield line(("foretold ", FAINT), said)
 
 
@@ -550,7 +552,7 @@ def _places_changed(ledger: Mapping[str, Change], whole: int) -> RenderableType:
     for name, change in ledger.items():
         if max(change.before, change.after) < _WORTH_COMPARING * whole and name != COMPUTING:
             continue
-        said = words.change(change.before, change.after) if change.significant and change.before else ""
+        said = figures.change(change.before, change.after) if change.significant and change.before else ""
         style = (
             _VERDICT_STYLES[SMALLER if change.difference < 0 else LARGER]
             if change.significant and name != COMPUTING
@@ -574,5 +576,5 @@ def _causes_changed(comparison: Comparison) -> Iterator[RenderableType]:
 def _cause_changed(change: CauseChange) -> Iterator[tuple[str, str]]:
     yield look(change.cause).name, STRONG
     gain = change.predicted_gain
-    yield f" · fixing it gains {words.transition(gain.before, gain.after)} · ", ""
+    yield f" · fixing it gains {figures.transition(gain.before, gain.after)} · ", ""
     yield words.spot(change.where), "cyan"

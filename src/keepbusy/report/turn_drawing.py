@@ -11,7 +11,8 @@ from rich.text import Text
 from keepbusy.explain.diagnosis import Diagnosis, Turns, Where
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, STRONG, laid_out, line, unbroken
-from keepbusy.report.words import duration, look
+from keepbusy.report.words import look
+from keepbusy.timeline.figures import duration
 from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Mask
 from keepbusy.timeline.replay import at_work_from, run, steady
 

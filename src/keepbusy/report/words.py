@@ -1,76 +1,10 @@
-"""How times, shares, counts, causes and foreign names are written. Nothing else in the project formats a time."""
+"""What causes, fixes and places are called in reports, and how names that are not ours are shown."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from keepbusy.explain.diagnosis import Where
-
-_UNITS = (("s", 1_000_000_000), ("ms", 1_000_000), ("µs", 1_000))
-
-
-def duration(time: int, like: int = 0) -> str:
-    """`31.3 ms`, `820 µs`, `1.24 s`; in a column, all in the unit of the largest."""
-    unit = _unit_of(like or time)
-    return f"{_figure(time, unit)} {unit}" if time else "0 ms"
-
-
-def transition(before: int, after: int) -> str:
-    """Two times in the unit of the larger one: `31.3 → 8.9 ms`."""
-    unit = _unit_of(max(before, after))
-    return f"{_figure(before, unit)} → {_figure(after, unit)} {unit}"
-
-
-def span_of(low: int, high: int, like: int) -> str:
-    """A range in the unit of `like`, which is named beside it: `8.4–10.1`."""
-    unit = _unit_of(like)
-    first, last = _figure(low, unit), _figure(high, unit)
-    return first if first == last else f"{first}–{last}"
-
-
-def _unit_of(time: int) -> str:
-    return next((unit for unit, size in _UNITS if abs(time) >= size), "µs")
-
-
-def _figure(time: int, unit: str) -> str:
-    value = time / dict(_UNITS)[unit]
-    if unit == "µs":
-        return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
-    if unit == "s" or abs(value) < 0.095:
-        return f"{value:.2f}" if abs(value) >= 0.005 else "<0.01" if value > 0 else "0"
-    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}"
-
-
-def share(part: int, whole: int) -> str:
-    """`64%`; what is there but rounds to nothing is `<1%`."""
-    percent = 100 * part / whole if whole else 0.0
-    return "<1%" if 0 < percent < 0.5 else f"{percent:.0f}%"
-
-
-def change(before: int, after: int) -> str:
-    """`72% less`, `8% more`, `3.0× as long`, `the same`."""
-    percent = round(100 * (after - before) / before) if before else 0
-    if not percent:
-        return "the same"
-    return f"{after / before:.1f}× as long" if percent > 100 else f"{abs(percent)}% {'less' if percent < 0 else 'more'}"
-
-
-def count(number: float) -> str:
-    """`12`, `0.5`, `1.3`."""
-    return f"{number:.0f}" if number >= 9.95 or abs(number - round(number)) < 0.05 else f"{number:.1f}"
-
-
-def every(number: float, what: str) -> str:
-    """`every step`, `every second step`, `every 21st step`."""
-    whole = round(number)
-    ending = "th" if whole % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(whole % 10, "th")
-    which = {1: "", 2: "second ", 3: "third ", 4: "fourth ", 5: "fifth "}.get(whole, f"{whole}{ending} ")
-    return f"every {which}{what}"
-
-
-def listing(parts: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
 
 
 def tame(text: str, limit: int = 0) -> str:

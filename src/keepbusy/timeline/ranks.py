@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from keepbusy.timeline.figures import duration, figure, unit_of
 from keepbusy.timeline.frame_roles import PROFILER_STEP
 from keepbusy.timeline.model import NONE, Ints, Kind, Lane, Meetings, Timeline, last_arrival, settle
 from keepbusy.timeline.run_facts import LOOP, Part, RunFacts, UnevenLoop
 
+Number = TypeVar("Number", int, float)
 MOST_SHIFT = 400
 """Windows of ranks may begin this many collectives apart and still be matched."""
 SKEW = 50_000
@@ -111,22 +113,23 @@ def uneven_loops(trees: Mapping[int, Part]) -> Iterator[UnevenLoop]:
 
 def _difference(loop: Mapping[int, Part]) -> str:
     """Of a loop by rank: whose turns are longer than the others', else whose GPU is at work less."""
-    turns = {rank: part.turn / 1e6 for rank, part in loop.items() if part.turn > 0}
+    turns = {rank: part.turn for rank, part in loop.items() if part.turn > 0}
     late = max(turns, key=lambda rank: turns[rank], default=NONE)
     if turns and turns[late] > (1 + RANKS_DIFFER) * median(turns.values()):
-        return f"a turn takes rank {late} {turns[late]:.1f} ms, and {_others(turns, late, '.1f')} ms."
+        others = _others(turns, late, lambda time: figure(time, turns[late]))
+        return f"a turn takes rank {late} {duration(turns[late])}, and {others} {unit_of(turns[late])}."
     shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in loop.items() if part.busy >= 0}
     idle = min(shares, key=lambda rank: shares[rank], default=NONE)
     if shares and shares[idle] < median(shares.values()) - 100 * RANKS_DIFFER:
         return (
             f"the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time "
-            f"({_others(shares, idle, '.0f')}%): the others wait for it, or it has less to do."
+            f"({_others(shares, idle, '{:.0f}'.format)}%): the others wait for it, or it has less to do."
         )
     return ""
 
 
-def _others(values: Mapping[int, float], one: int, form: str) -> str:
-    rest = [f"{value:{form}}" for value in sorted(value for rank, value in values.items() if rank != one)]
+def _others(values: Mapping[int, Number], one: int, written: Callable[[Number], str]) -> str:
+    rest = [written(value) for value in sorted(value for rank, value in values.items() if rank != one)]
     span = rest[0] if rest[0] == rest[-1] else f"{rest[0]} to {rest[-1]}"
     return f"the others {span}" if len(rest) > 1 else f"the other {span}"
 

@@ -49,5 +49,5 @@ def read(
     timelines: list[Timeline] = []
     for rank, trace in sorted(zip(ranks, traces, strict=True), key=lambda pair: pair[0]):
         say("finding what released what", READ + (1 - READ) * len(timelines) / len(traces))
-        timelines.append(timeline_of(trace, rank))
-    return merge(timelines).change_facts(traced=True)
+        timelines.append(timeline_of(trace, rank).change_facts(traced=True))
+    return merge(timelines)

@@ -33,6 +33,7 @@ from torch.utils._device import _device_constructors
 from keepbusy.fix.gate import BLOCKING_COPY, SYNC, AllowList, several
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
+from keepbusy.timeline.figures import duration
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 12
@@ -136,7 +137,7 @@ def _cost(waits: Sequence[Wait]) -> str:
     if not known:
         return "how long Python waited was not measured"
     least = "at least " if len(known) < len(waits) else ""
-    return f"Python waited {least}{sum(known) / 1e6:.3g} ms"
+    return f"Python waited {least}{duration(sum(known))}"
 
 
 class StackLine(NamedTuple):

@@ -20,7 +20,7 @@ from keepbusy.explain.remedies import by_place
 from keepbusy.fix.gate import BLOCKING_COPY, PLURALS, SYNC, AllowList, several
 from keepbusy.report.exports import lines_of, sarif_document
 from keepbusy.report.source import source_of
-from keepbusy.report.words import duration
+from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline

@@ -20,7 +20,7 @@ from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches, admit_scripts, run_plainly, when_imported
-from keepbusy.report.words import duration, share, transition
+from keepbusy.timeline.figures import duration, share, transition
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSamp
 from keepbusy.fix.live.switch import FixSwitch, same_bits
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.report.words import duration
+from keepbusy.timeline.figures import duration
 
 _WATCHED = 4
 """Batches that say how long the loop waits, once the first are over."""

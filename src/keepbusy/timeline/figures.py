@@ -1,0 +1,100 @@
+"""How times, shares, counts, sizes and lists are written for people. Nothing else in the project formats a time."""
+
+from __future__ import annotations
+
+NANOSECONDS = {"s": 1_000_000_000, "ms": 1_000_000, "µs": 1_000, "us": 1_000, "ns": 1}
+"""In a unit of time, as users write it."""
+_SHOWN = ("s", "ms", "µs")
+
+
+def duration(time: int, like: int = 0) -> str:
+    """`31.3 ms`, `820 µs`, `1.24 s`; in a column, all in the unit of the largest."""
+    unit = unit_of(like or time)
+    return f"{_in(unit, time)} {unit}" if time else "0 ms"
+
+
+def transition(before: int, after: int) -> str:
+    """Two times in the unit of the larger one: `31.3 → 8.9 ms`."""
+    unit = unit_of(max(before, after))
+    return f"{_in(unit, before)} → {_in(unit, after)} {unit}"
+
+
+def span_of(low: int, high: int, like: int) -> str:
+    """A range in the unit of `like`, which is named beside it: `8.4–10.1`."""
+    first, last = figure(low, like), figure(high, like)
+    return first if first == last else f"{first}–{last}"
+
+
+def figure(time: int, like: int) -> str:
+    """Without its unit, which is that of `like` and is named beside it."""
+    return _in(unit_of(like), time)
+
+
+def fixed(time: float, unit: str, digits: int) -> str:
+    """In the unit that the sentence names, however long it is: `4.1`, where nobody timed it more closely."""
+    return f"{time / NANOSECONDS[unit]:.{digits}f}"
+
+
+def option(time: int) -> str:
+    """As `--plain-step` takes it, in milliseconds: `31.3`."""
+    return f"{time / NANOSECONDS['ms']:g}"
+
+
+def unit_of(time: int) -> str:
+    return next((unit for unit in _SHOWN if abs(time) >= NANOSECONDS[unit]), "µs")
+
+
+def _in(unit: str, time: int) -> str:
+    value = time / NANOSECONDS[unit]
+    if unit == "µs":
+        return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
+    if unit == "s" or abs(value) < 0.095:
+        return f"{value:.2f}" if abs(value) >= 0.005 else "<0.01" if value > 0 else "0"
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}"
+
+
+def share(part: int, whole: int) -> str:
+    """`64%`; what is there but rounds to nothing is `<1%`."""
+    percent = 100 * part / whole if whole else 0.0
+    return "<1%" if 0 < percent < 0.5 else f"{percent:.0f}%"
+
+
+def change(before: int, after: int) -> str:
+    """`72% less`, `8% more`, `3.0× as long`, `the same`."""
+    percent = round(100 * (after - before) / before) if before else 0
+    if not percent:
+        return "the same"
+    return f"{after / before:.1f}× as long" if percent > 100 else f"{abs(percent)}% {'less' if percent < 0 else 'more'}"
+
+
+def count(number: float) -> str:
+    """`12`, `0.5`, `1.3`."""
+    return f"{number:.0f}" if number >= 9.95 or abs(number - round(number)) < 0.05 else f"{number:.1f}"
+
+
+def every(number: float, what: str) -> str:
+    """`every step`, `every second step`, `every 21st step`."""
+    whole = round(number)
+    ending = "th" if whole % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(whole % 10, "th")
+    which = {1: "", 2: "second ", 3: "third ", 4: "fourth ", 5: "fifth "}.get(whole, f"{whole}{ending} ")
+    return f"every {which}{what}"
+
+
+def times(count: float) -> str:
+    """Once, twice, 12 times a step."""
+    if count < 2 / 3:
+        return f"once in {round(1 / max(count, 1e-3))} steps"
+    rounded = round(count)
+    return {1: "once a step", 2: "twice a step"}.get(rounded, f"{rounded} times a step")
+
+
+def amount(size: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def listing(parts: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
