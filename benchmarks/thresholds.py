@@ -49,8 +49,8 @@ EXPLAINED = {
         ),
         Threshold("_shared_evenly", _unchanged, "Ranks that meet only after a loop wait for the one it takes longest."),
     ),
+    "keepbusy.timeline.model": (Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),),
     "keepbusy.explain.causes": (
-        Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),
         Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
         Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),
@@ -195,7 +195,7 @@ BOUNDS = {
         *("TYPICAL_GAP", "TYPICAL_LATENCY", "MEASURED_LAGS", "EARLY_RETURN"),
     ),
     "keepbusy.timeline.ranks": ("SKEW", "SAME_CLOCK", "OTHER_CLOCK", "MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
-    "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH"),
+    "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH", "USUAL_WORKERS"),
     "keepbusy.timeline.steps": (),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
     "keepbusy.virtual.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),

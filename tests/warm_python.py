@@ -37,16 +37,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from keepbusy import virtual
+
 SOURCES = Path(__file__).parents[1] / "src"
 STAND_IN = Path(__file__).with_name("stand_in.py")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 """Of a script that the test writes: the fixture `run`."""
 IMPORTED = (
     *("keepbusy.cli.run", "keepbusy.explain", "keepbusy.recording.recorder", "keepbusy.report.terminal"),
-    *("keepbusy.virtual.virtual_run", "keepbusy.virtual.pytorch.host_side", "keepbusy.virtual.pytorch.operators"),
-    *("keepbusy.virtual.pytorch.process_group", "sympy", "torch._dynamo", "torch.profiler"),
+    *virtual.IMPORTED,
 )
-"""What most commands would import. PyTorch imports sympy and dynamo once the shape of a result is computed."""
+"""What most commands would import."""
 
 
 class WarmPython:

@@ -33,6 +33,7 @@ from typing import NoReturn
 from picture import drawn
 
 import keepbusy
+from keepbusy import virtual
 
 COURSE = Path(__file__).resolve().parent
 BLOCK = re.compile(r"<!-- (source|output|report|picture|measured) (.*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -42,11 +43,6 @@ many GPUs and ranks a program wants stands in itself."""
 REPORT = "\nkeepbusy · "
 OURS = re.compile(r"(?m)^keepbusy: .*\n")
 """Said on standard error, of a program that has nothing to report: that is not the program's."""
-NEEDED = (
-    *("keepbusy.cli.run", "keepbusy.virtual.virtual_run", "keepbusy.virtual.pytorch.host_side"),
-    *("keepbusy.virtual.pytorch.operators", "keepbusy.virtual.pytorch.process_group", "sympy", "torch._dynamo"),
-)
-"""What every fork would import."""
 MEASURED = COURSE / "h200.json"
 
 
@@ -68,7 +64,7 @@ def build(chapter: Path, pictures: Path) -> str:
         return f"<!-- {what} {asked} -->\n{shown}\n<!-- end -->"
 
     programs = "".join(run.text() for run in runs.values())
-    for module in {*NEEDED, *re.findall(r"(?m)^from (torch[\w.]+) import", programs)}:
+    for module in {"keepbusy.cli.run", *virtual.IMPORTED, *re.findall(r"(?m)^from (torch[\w.]+) import", programs)}:
         import_module(module)
     gc.freeze()
     return BLOCK.sub(made, text)

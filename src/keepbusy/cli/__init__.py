@@ -292,17 +292,15 @@ def add_what_if(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mend", dest="what_if", type=causes, default=(), help=argparse.SUPPRESS)
 
 
-WORKERS = 8
-"""That a prediction counts on unless it is told otherwise."""
-
-
 def add_workers(parser: argparse.ArgumentParser) -> None:
+    from keepbusy.timeline.run_facts import USUAL_WORKERS
+
     parser.add_argument(
         "--workers",
         type=whole_number("workers", 1024),
         metavar="N",
-        default=WORKERS,
-        help=f"loader workers that a prediction may count on (default {WORKERS})",
+        default=USUAL_WORKERS,
+        help=f"loader workers that a prediction may count on (default {USUAL_WORKERS})",
     )
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import keepbusy
 from keepbusy.cli import (
     READ,
-    WORKERS,
     add_plain_step,
     add_what_if,
     add_workers,
@@ -32,6 +31,7 @@ from keepbusy.cli import (
 )
 from keepbusy.timeline import figures
 from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.run_facts import USUAL_WORKERS
 
 if TYPE_CHECKING:
     from keepbusy.traces.trace_file import EachOf
@@ -129,7 +129,7 @@ def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Se
 def _again(options: argparse.Namespace) -> str:
     """The command that shows this report again."""
     asked = ["--what-if", ",".join(options.what_if)] if options.what_if else []
-    asked += ["--workers", str(options.workers)] if options.workers != WORKERS else []
+    asked += ["--workers", str(options.workers)] if options.workers != USUAL_WORKERS else []
     if options.save:
         return shlex.join(["keepbusy", "explain", str(options.save), *asked])
     plain = [] if options.plain_step is None else ["--plain-step", figures.option(options.plain_step)]

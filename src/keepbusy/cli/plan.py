@@ -20,6 +20,7 @@ from keepbusy.cli import add_program, complain, need_pytorch, program_in, whole_
 from keepbusy.instrument.processes import make_folder
 from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.files import BadInput
+from keepbusy.virtual import IMPORTED
 
 EXAMPLES = """\
 examples:
@@ -34,14 +35,6 @@ LAYOUT, FOUND = "KEEPBUSY_LAYOUT", "KEEPBUSY_LAYOUT_FOUND"
 """What `spread` is asked for, and the file in which it says what became of it."""
 ENDLESS = "4096 GiB"
 """Memory in which every layout runs, so that it is known how much it needs."""
-IMPORTED = (
-    *("keepbusy.cli.run", "keepbusy.virtual.virtual_run", "keepbusy.virtual.pytorch.host_side"),
-    *("keepbusy.virtual.pytorch.operators", "keepbusy.virtual.pytorch.process_group"),
-    *("sympy", "torch._dynamo", "torch.profiler"),
-)
-"""What every trial would import, in seconds of the processor each."""
-CONTEXT = 600 << 20
-"""Bytes that CUDA itself, its libraries and NCCL take of a device: some 0.5 GB on an H200, not PyTorch's to count."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
-    from keepbusy.virtual.costs.device import read
-
     need_pytorch("`keepbusy plan`")
+    from keepbusy.virtual.costs.device import read
+    from keepbusy.virtual.device_memory import CONTEXT
+
     script, _ = program_in(options)
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
@@ -196,7 +190,7 @@ def _asked_of(layout: SpreadLayout, options: argparse.Namespace, device: Path, f
 def serve(jobs: int) -> None:
     """What that process does: so many trials at a time, each told as it ends. A program that asks for no layout is not
     run with the others."""
-    for module in IMPORTED:
+    for module in ("keepbusy.cli.run", *IMPORTED):  # seconds of the processor, for every trial
         import_module(module)
     import_module("keepbusy.virtual.pytorch.operators").prepare()
     gc.freeze()

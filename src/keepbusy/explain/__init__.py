@@ -32,7 +32,7 @@ from keepbusy.timeline.figures import duration, times
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Kind, Timeline
-from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, Part, PlainRun, RareStall, WindowReason
+from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, USUAL_WORKERS, Part, PlainRun, RareStall, WindowReason
 from keepbusy.timeline.steps import (
     marked_beside,
     sample,
@@ -55,7 +55,7 @@ def explain(
     timeline: Timeline,
     plain_step: int | None = None,
     what_if: Sequence[str] = (),
-    workers: int = 8,
+    workers: int = USUAL_WORKERS,
     on_progress: Say | None = None,
     turns: bool = False,
 ) -> Diagnosis:

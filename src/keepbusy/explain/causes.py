@@ -21,6 +21,7 @@ from keepbusy.explain.plain import Stretches, borders_per_step, host_stretches
 from keepbusy.timeline.frame_roles import Owner, Role
 from keepbusy.timeline.model import (
     NONE,
+    STAGED_BYTES,
     WORKERS,
     Direction,
     Floats,
@@ -32,9 +33,8 @@ from keepbusy.timeline.model import (
     next_kept,
     previous_on_lane,
 )
+from keepbusy.timeline.run_facts import USUAL_WORKERS
 
-STAGED_BYTES = 65_536
-"""Copies up to this size are staged by the driver and cost about a launch (64 KB, as CUDA documents)."""
 IN_A_ROW, LAUNCHES_BETWEEN = 8, 6
 """So many reads of one place, with no more launches between them, are a loop over small values. With more between them
 the program goes on with its work by what it has read."""
@@ -110,7 +110,7 @@ def findings(scene: Scene) -> dict[str, Finding]:
 class Scene:
     """The plain run, with what the finders ask of it looked up once. NONE stands where there is no such row."""
 
-    def __init__(self, timeline: Timeline, workers: int = 8) -> None:
+    def __init__(self, timeline: Timeline, workers: int = USUAL_WORKERS) -> None:
         spans, links = timeline.spans, timeline.launches
         self.timeline, self.workers = timeline, workers
         self.steps = len(timeline.marks_of(timeline.ranks[0]))

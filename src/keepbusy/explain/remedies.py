@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes import STAGED_BYTES, Finding, Scene
+from keepbusy.explain.causes import Finding, Scene
 from keepbusy.explain.diagnosis import LateRank, SideLane, Where
 from keepbusy.timeline.figures import amount, times
 from keepbusy.timeline.frame_roles import DDP_FORWARD, INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
-from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 
 

@@ -23,7 +23,7 @@ from typing import Any
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_OURS = str(Path(__file__).parents[1]) + os.sep
+OURS = str(Path(__file__).parents[1]) + os.sep
 _SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -158,7 +158,7 @@ def kind_of(file: str) -> int:
     """Whose code a file holds."""
     if file == _SCRIPT:
         return OUTSIDE
-    if file.startswith((_OURS, "<")):
+    if file.startswith((OURS, "<")):
         return HIDDEN
     if file.startswith(_TORCH):
         return TORCH if _speaks_for_itself(file) else HIDDEN
@@ -201,7 +201,7 @@ def is_importing(file: str) -> bool:
 
 def is_ours(file: str) -> bool:
     """Ours, or Python's own way of importing: code in whose midst the program cannot be left."""
-    return (file.startswith(_OURS) or is_importing(file)) and file != _SCRIPT
+    return (file.startswith(OURS) or is_importing(file)) and file != _SCRIPT
 
 
 def _program() -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, TextIO
 
-from keepbusy.instrument.lines import PROGRAM_CODE, is_ours, kind_of, outwards
+from keepbusy.instrument.lines import OURS, PROGRAM_CODE, is_ours, kind_of, outwards
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.processes import UnseenThread
 from keepbusy.timeline.files import BadInput
@@ -28,8 +28,7 @@ COMPILE: list[Callable[[bytes, str], CodeType]] = [
     lambda source, path: compile(source, path, "exec", dont_inherit=True)
 ]
 """How a script becomes code; the last one counts."""
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_BETWEEN = tuple(f"{_PACKAGE}{room}{os.sep}" for room in ("recording", "fix", f"runtime{os.sep}graph"))
+_BETWEEN = tuple(f"{OURS}{room}{os.sep}" for room in ("recording", "fix", f"runtime{os.sep}graph"))
 """What stands between the program's own frames where it is recorded or fixed."""
 
 
@@ -180,7 +179,7 @@ def _show(error: BaseException) -> None:
     stack = error.__traceback__
     while stack is not None:
         file = stack.tb_frame.f_code.co_filename
-        if not file.startswith(_PACKAGE if not frames else _BETWEEN):
+        if not file.startswith(OURS if not frames else _BETWEEN):
             frames.append(stack)
         stack = stack.tb_next
     for outer, inner in pairwise([*frames, None]):

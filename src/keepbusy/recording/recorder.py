@@ -52,7 +52,7 @@ from keepbusy.recording.windows import (
 )
 from keepbusy.timeline.files import BadInput, replacing
 from keepbusy.timeline.model import NONE, Timeline
-from keepbusy.timeline.run_facts import DRIFT, SCRIPT, Part, allocator_settings
+from keepbusy.timeline.run_facts import DRIFT, SCRIPT, USUAL_WORKERS, Part, allocator_settings
 
 FACTS, LIVE, TREE = "facts.json", "live", "tree.json"
 """What a process leaves in its folder, beside what its windows saw; the latter two while somebody looks on."""
@@ -615,7 +615,7 @@ class Session:
             shutil.rmtree(self._run.folder.parent, ignore_errors=True)
         return self._timeline
 
-    def explain(self, what_if: Sequence[str] = (), workers: int = 8) -> Any:
+    def explain(self, what_if: Sequence[str] = (), workers: int = USUAL_WORKERS) -> Any:
         """A `Diagnosis`: why the GPU waits. `print(keepbusy.render(...))` shows it."""
         import keepbusy
 

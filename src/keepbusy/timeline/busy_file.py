@@ -43,7 +43,8 @@ from keepbusy.timeline.run_facts import RunFacts
 VERSION = 1
 _MAGIC = b"\x89busy\r\n\n"
 _PREFACE = struct.Struct("<8sIIQ")  # magic, version, checksum and length of the rest
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
+"""What stands before a header, and says how long that is."""
 _LEVEL = 6
 _TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Frames, "meetings": Meetings}
 _OPTIONAL: dict[str, type[Table]] = {"memory": MemoryUse}
@@ -113,7 +114,7 @@ def to_bytes(timeline: Timeline) -> bytes:
     header |= {"further": [len(one) for one in further]} if further else {}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
     packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), _LEVEL)  # a name may be any string
-    rest = b"".join([_LENGTH.pack(len(packed_header)), packed_header, *contents, *further])
+    rest = b"".join([LENGTH.pack(len(packed_header)), packed_header, *contents, *further])
     return _PREFACE.pack(_MAGIC, VERSION, zlib.crc32(rest), len(rest)) + rest
 
 
@@ -177,11 +178,11 @@ def _checked(content: bytes, path: str) -> memoryview:
 
 def _tables(rest: memoryview, budget: _Budget) -> tuple[Header, dict[str, Columns], list[memoryview]]:
     """The header, what stands in the tables, and the timelines behind them, each whole as in a file of its own."""
-    (size,) = _LENGTH.unpack_from(rest)
-    text = _inflated(rest[_LENGTH.size : _LENGTH.size + size], budget.left // _PARSED)
+    (size,) = LENGTH.unpack_from(rest)
+    text = _inflated(rest[LENGTH.size : LENGTH.size + size], budget.left // _PARSED)
     budget.spend(_PARSED * len(text))
     header = json.loads(text.decode("utf-8", "surrogatepass"))
-    content = rest[_LENGTH.size + size :]
+    content = rest[LENGTH.size + size :]
     tables = {}
     kinds = _TABLES | _OPTIONAL
     for name in (*_TABLES, "marks", *(one for one in _OPTIONAL if one in header["tables"])):

@@ -41,6 +41,8 @@ WORKERS = "loader workers"
 """The name of a host lane that stands for processes which prepare input."""
 EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
+STAGED_BYTES = 65_536
+"""Copies up to this size are staged by the driver and cost about a launch (64 KB, as CUDA documents)."""
 LARGEST_RANK = 1 << 30
 _LONGEST_RUN = 1 << 52
 """Nanoseconds, 52 days: no recording holds more, all its lanes together."""

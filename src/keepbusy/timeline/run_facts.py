@@ -23,6 +23,8 @@ RUN, LOOP, LINE, IMPORTS, FIRST_USE = "run", "loop", "line", "imports", "first u
 """What a part of the run is."""
 SIMULATED_TURNS = 4096
 """Turns that the queue of a loader is replayed for; of more, every so many are left out."""
+USUAL_WORKERS = 8
+"""Of a loader, that a prediction counts on unless it is told otherwise."""
 USUAL_PREFETCH = 2
 """Batches that PyTorch lets each worker prepare ahead."""
 _SLOWEST_LINK, _FASTEST_LINK = 0.001, 1e6

@@ -27,7 +27,8 @@ SMALL_LIMIT, LARGE_SEGMENT_LIMIT = 1 << 20, 10 << 20
 """Up to so many bytes a block lies in a small segment; up to so many in a large one, and beyond in one of its own."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
 CONTEXT = 600 << 20
-"""What the driver and its libraries take for themselves; an H200's process has about this much."""
+"""Bytes that CUDA itself, its libraries and NCCL take of a device, which are not PyTorch's to count: an H200's process
+has about this much."""
 PoolId: TypeAlias = tuple[int, int]
 """What PyTorch names a pool of graphs by."""
 

@@ -34,14 +34,13 @@ from keepbusy.fix.gate import BLOCKING_COPY, SYNC, AllowList, several
 from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
 from keepbusy.timeline.figures import duration
+from keepbusy.timeline.model import STAGED_BYTES
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 12
 """Places that a message names, the costliest first."""
 _WIDTH = 90
 """Letters of a line that are shown."""
-_STAGED = 65_536
-"""Copies up to this size are staged by the driver, as CUDA documents: out of the device such a one is a read."""
 _TEXTS = ("called a synchronizing CUDA operation", "Synchronization debug mode is a prototype")
 _PATTERN = "|".join(_TEXTS)
 
@@ -181,7 +180,7 @@ class _Crossing(NamedTuple):
     @property
     def kind(self) -> str:
         """As causes are told: what comes in is a copy, what goes out is one if it is large; else it is a read."""
-        return BLOCKING_COPY if self.inbound or self.size > _STAGED else SYNC
+        return BLOCKING_COPY if self.inbound or self.size > STAGED_BYTES else SYNC  # a small one is a read
 
 
 class _ThreadWaits(threading.local):
@@ -443,7 +442,7 @@ _CROSSINGS: dict[str, Callable[[Any, Any], _Crossing | None]] = {
 
 def _blocks_unseen(crossing: _Crossing, args: Any, result: Any) -> bool:
     """Asked not to block, a large copy from or to pageable memory does, and PyTorch does not say so."""
-    if crossing.size <= _STAGED:
+    if crossing.size <= STAGED_BYTES:
         return False
     sides = [one for one in (*args[:2], result) if isinstance(one, Tensor)]
     host = [one for one in sides if not one.is_cuda]

@@ -27,10 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from keepbusy.runtime.graph.names_read import PLAIN
-from keepbusy.runtime.graph.user_lines import line_text
+from keepbusy.runtime.graph.user_lines import OURS, TORCH, line_text
 
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[2])
 _PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 _NUMPY = tuple(f"{folder}/numpy/" for folder in _INSTALLED)
@@ -85,9 +83,9 @@ _HEAP_TYPE = 1 << 9
 
 @cache
 def _kind_of(file: str) -> int:
-    if file.startswith((_OURS, *_GENERATED)):
+    if file.startswith((OURS, *_GENERATED)):
         return _OUTSIDE
-    if file.startswith(_TORCH):
+    if file.startswith(TORCH):
         return _OF_TORCH
     if file.startswith(_INSTALLED):
         return _OF_PYTHON if file.startswith(_NUMPY) else _OF_PROGRAM
@@ -213,7 +211,7 @@ class HostReads:
             self._enter_python(frame)
 
     def _enter_torch(self, frame: FrameType) -> None:
-        file, name = frame.f_code.co_filename[len(_TORCH) + 1 :], frame.f_code.co_name
+        file, name = frame.f_code.co_filename[len(TORCH) + 1 :], frame.f_code.co_name
         if file == "nn/modules/module.py" and name == "_call_impl":
             self._modules.setdefault(frame.f_locals["self"])
         elif file == "_tensor.py" and name == "register_hook":
@@ -374,7 +372,7 @@ def _is_harmless(called: Any) -> bool:
 
 def _is_ours(frame: FrameType | None) -> bool:
     """A virtual GPU's operators."""
-    return frame is not None and frame.f_code.co_filename.startswith(_OURS)
+    return frame is not None and frame.f_code.co_filename.startswith(OURS)
 
 
 def _place(frame: FrameType) -> str:

@@ -10,7 +10,6 @@ Times are nanoseconds; the page formats them as reports do.
 from __future__ import annotations
 
 import json
-import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from keepbusy.explain.diagnosis import CAUSES, PLACES, UNLIMITED, Cause, Diagnos
 from keepbusy.report import run_report, words
 from keepbusy.report.source import fix_line, source_of, text_of
 from keepbusy.report.words import look, tame
-from keepbusy.timeline.busy_file import pack
+from keepbusy.timeline.busy_file import LENGTH, pack
 from keepbusy.timeline.model import NONE, Ints, Kind, MemoryUse
 from keepbusy.timeline.run_facts import Part, PlainRun
 
@@ -38,7 +37,6 @@ _LINES_AROUND = 14
 _LONGEST_LINE, _MOST_LINES = 240, 6_000
 _LONGEST_NAME = 600
 """Letters of a name; what is longer loses its middle. C++ names its kernels at length."""
-_LENGTH = struct.Struct("<Q")
 _SPANS = ("lane", "start", "end", "kind", "name", "work", "lag", "awaits", "meeting", "size", "direction", "pinned")
 
 
@@ -63,7 +61,7 @@ def block_of(diagnosis: Diagnosis, source: str, more: Mapping[str, Any] | None =
     }
     text = json.dumps(header, separators=(",", ":"), allow_nan=False, default=_plain)
     head = zlib.compress(text.encode("ascii"), 9)
-    return b"".join([_LENGTH.pack(len(head)), head, *packed])
+    return b"".join([LENGTH.pack(len(head)), head, *packed])
 
 
 def _plain(value: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-_OURS = str(Path(__file__).parents[2])
-_TORCH = str(Path(torch.__file__).parent)
+OURS = str(Path(__file__).parents[2])
+TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _GENERATED = ("<frozen", "<eval")
 
@@ -23,14 +23,14 @@ _GENERATED = ("<frozen", "<eval")
 @cache
 def is_users(file: str) -> bool:
     """Whether a file is the user's: not PyTorch's, not ours, not an installed library's."""
-    return not file.startswith((_OURS, _TORCH, *_LIBRARIES, *_GENERATED))
+    return not file.startswith((OURS, TORCH, *_LIBRARIES, *_GENERATED))
 
 
 def line_of(error: BaseException) -> str:
     """Where the user's program was when the error came, or the library that it had called."""
     places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     own = [place for place in places if is_users(place[0])]
-    known = own or [place for place in places if not place[0].startswith((_OURS, _TORCH))]
+    known = own or [place for place in places if not place[0].startswith((OURS, TORCH))]
     return line_text(*known[-1]) if known else ""
 
 

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from threading import current_thread, local, main_thread
 from types import FrameType
 from typing import Any
@@ -29,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import _utils, dataloader
 
 from keepbusy.instrument import ENDED
+from keepbusy.instrument.lines import OURS
 from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
@@ -42,7 +42,6 @@ from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pi
 
 _LOADER = "enumerate(DataLoader)#"
 _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
-_KEEPBUSY = str(Path(__file__).parents[2])
 
 
 def patch(patches: Patches, measured: bool) -> None:
@@ -349,7 +348,7 @@ class PythonCalls:
             sys.setprofile(self._count)
 
     def _count(self, frame: FrameType, event: str, _argument: object) -> None:
-        if event == "call" and not self._host.pauses and not frame.f_code.co_filename.startswith(_KEEPBUSY):
+        if event == "call" and not self._host.pauses and not frame.f_code.co_filename.startswith(OURS):
             self._calls += 1
 
     def __exit__(self, *error: object) -> None:
