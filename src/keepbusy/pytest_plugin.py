@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from keepbusy.timeline.figures import NANOSECONDS, amount, duration
-
 if TYPE_CHECKING:
     from keepbusy.fix.gate.guard import Wait
 
@@ -155,6 +153,8 @@ class TestMeasure:
         return sum(one.kind == kind for one in self._guard.waits)
 
     def over(self, limits: dict[str, Any]) -> Generator[str]:
+        from keepbusy.timeline.figures import NANOSECONDS, amount, duration
+
         found = self.found()
         wait = sum(one.duration or 0 for one in self._guard.waits)
         for name in ("syncs", "blocking_copies"):
@@ -195,6 +195,8 @@ def _virtual_machine() -> Any:
 def _limits(mark: pytest.Mark | None, item: pytest.Item) -> dict[str, Any]:
     if mark is None:
         return {}
+    from keepbusy.timeline.figures import NANOSECONDS
+
     if mark.args or not set(mark.kwargs) <= set(_LIMITS):
         raise pytest.UsageError(f"{item.nodeid}: the keepbusy mark takes {', '.join(_LIMITS)}, each by its name")
     for name, units in (("max_wait", NANOSECONDS), ("max_memory", _SIZES)):
@@ -206,7 +208,7 @@ def _limits(mark: pytest.Mark | None, item: pytest.Item) -> dict[str, Any]:
 def measure(text: str, units: dict[str, int]) -> float:
     """`2ms`, `12GB`."""
     found = _MEASURE.match(str(text))
-    unit = units.get(found[2] if units is NANOSECONDS else found[2].upper()) if found else None
+    unit = (units.get(found[2]) or units.get(found[2].upper())) if found else None
     if found is None or unit is None:
         raise pytest.UsageError(f"{text!r} has no unit that is known; write a number and one of {', '.join(units)}")
     return float(found[1]) * unit

@@ -312,7 +312,7 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     facts = scene.timeline.facts  # compiled, it launches less: nobody knows how much less; once, nothing pays for that
     as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     of_causes = (
-        one for cause in found if cause not in as_it_is for one in _of_cause(scene, cause, found[cause], found)
+        one for cause, finding in found.items() if cause not in as_it_is for one in _of_cause(scene, finding, found)
     )
     for one in chain(of_causes, () if as_it_is else _of_rounds(scene)):
         same = named[one.remedy.fix]
@@ -330,27 +330,36 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     return [*found_here, *(_of_pipeline(scene) if scene.among_ranks else ())]
 
 
-def _of_cause(scene: Scene, cause: str, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
+def _of_cause(scene: Scene, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
+    """Of each remedy that its places ask for the changes to be made, each with what it changes in the timeline."""
     groups = finding.places
     remedies = {place: remedy_for(scene, finding, place, groups[place]) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
         mine = [place for place in groups if remedies[place] == remedy]
-        for places, beside in _changed_together(mine, cause in _WHOLE_LOOP or remedy.fix in _ONE_FIX):
+        set_apart = SET_APART.get(remedy.fix)
+        for places, beside in _changed_together(mine, finding.cause in _WHOLE_LOOP or remedy.fix in _ONE_FIX):
             rows = np.concatenate([groups[place] for place in (*places, *beside)])
             edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
-            if cause == "made_on_host" and "blocking_copy" in found:
+            if finding.cause == "made_on_host" and "blocking_copy" in found:
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
-            middle = cause == "host_sync" and _in_the_middle(scene, rows)
-            share = COMPILED_AWAY if remedy.fix == "compile" else 1.0
-            bounds = tuple[Edit, ...]()
-            if remedy.fix in ("compute_on_gpu", "decide_on_gpu"):  # nobody knows how much of it a GPU can do
-                bounds = (edit, Edit.nothing(scene.timeline))
-            reason = _BOTH_WAYS if remedy.fix == "compute_on_gpu" else ""
-            if remedy.fix == "keep_activations":
-                edit, reason = _kept_on_device(scene), _room_needed(scene)
-            if remedy.fix == "expand_segments":
-                reason = allocator_told(scene.timeline.facts)
-            yield Candidate(remedy, tuple(places), (cause,), edit, middle, share, bounds, reason)
+            middle = finding.cause == "host_sync" and _in_the_middle(scene, rows)
+            usual = Candidate(remedy, tuple(places), (finding.cause,), edit, middle)
+            yield set_apart(scene, usual) if set_apart else usual
+
+
+def _all_or_nothing(scene: Scene, usual: Candidate) -> tuple[Edit, Edit]:
+    """The bounds of what nobody knows how much of it a GPU can do."""
+    return usual.edit, Edit.nothing(scene.timeline)
+
+
+SET_APART: dict[str, Callable[[Scene, Candidate], Candidate]] = {
+    "compile": lambda _, usual: replace(usual, share=COMPILED_AWAY),
+    "compute_on_gpu": lambda scene, usual: replace(usual, bounds=_all_or_nothing(scene, usual), reason=_BOTH_WAYS),
+    "decide_on_gpu": lambda scene, usual: replace(usual, bounds=_all_or_nothing(scene, usual)),
+    "keep_activations": lambda scene, usual: replace(usual, edit=_kept_on_device(scene), reason=_room_needed(scene)),
+    "expand_segments": lambda scene, usual: replace(usual, reason=allocator_told(scene.timeline.facts)),
+}
+"""By the name of a fix, what is other about it than its cause's edit at its places."""
 
 
 def _kept_on_device(scene: Scene) -> Edit:
