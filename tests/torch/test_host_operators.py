@@ -146,3 +146,34 @@ def test_a_block_that_is_gathered_costs_the_host_its_hooks(run: Run) -> None:
     plain, sharded = told
     # some thousand calls a block; what is gathered and scattered alone takes 0.7 ms a block
     assert sharded - plain > 8 * 900 * PYTHON.call / 1e9, ended.stderr
+
+
+SMALL = """
+import torch
+from torch import nn
+model = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def suppress(boxes):
+    for _ in range(200):
+        boxes = torch.minimum(boxes, boxes + 1).clamp(min=0)
+    return boxes
+
+for step in range(20):
+    out = model(torch.ones(64, 64, device="cuda"))
+    boxes = suppress(out.detach().cpu())
+    kept = [1, 2, 3]
+    loss = boxes.sum().cuda() * out.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_many_small_operators_stand_where_they_are(run: Run) -> None:
+    """Each takes some microseconds and has no row of its own: together they are no work of the line after them."""
+    ended = run(SMALL, before=("--clock", "modelled", "--json"))
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    [work] = [one for one in told["plan"] if "host_work" in one["causes"]]
+    assert (work["fix"], work["where"]) == ("compute_on_gpu", ["train.py:14"])

@@ -203,6 +203,7 @@ class Clock:
         """
         host = self.pause()
         with self.lock:
+            host.work_where_seen()
             host.go_to(place)
             host.work_until_border()
             host.open(int(kind), name)
@@ -255,6 +256,8 @@ class Clock:
         """
         if host.depth:
             return 0
+        if host.looks:
+            host.work_where_seen()
         if place != host.place:
             host.go_to(place)
         return host.take_dispatch_time((place, name), self._dispatch_cost(name, host.in_backward or host.lane > 0))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from struct import Struct
@@ -68,7 +68,7 @@ class HostThread:
     __slots__ = (
         "_looked_after", "_open_lines", "_outer", "_recent", "_resume_time", "_rows",
         "awaits_batch", "border_time", "chosen_streams", "depth", "frame", "in_backward", "in_library", "innermost",
-        "lane", "last", "marks", "modelled_time", "now", "pauses", "place", "real", "releases",
+        "lane", "last", "looks", "marks", "modelled_time", "now", "pauses", "place", "real", "releases",
         "unwritten_time",
     )  # fmt: skip
 
@@ -101,6 +101,7 @@ class HostThread:
         self.unwritten_time = 0  # real time of the program's that no row shows yet
         self.border_time = 0  # the same since the last operator, that a row shows already
         self.modelled_time = 0  # modelled time that no row shows yet
+        self.looks = Counter[int]()  # where it went by, looked at now and then
         self.awaits_batch = False
         self.chosen_streams: dict[int, int] = {}  # of each device the one that this thread has chosen
         self._looked_after = NONE  # the row at whose end the program last looked at its clock
@@ -155,6 +156,7 @@ class HostThread:
         """What to write down at a border of the program's own: real time, or all of the modelled one."""
         if self.real is None:
             modelled, self.modelled_time = self.modelled_time, 0
+            self.looks.clear()
             return modelled
         if not self.pauses:
             self.pause()
@@ -222,6 +224,14 @@ class HostThread:
     def work_modelled_time(self) -> None:
         self.work(self.modelled_time)
         self.modelled_time = 0
+        self.looks.clear()
+
+    def work_where_seen(self) -> None:
+        """What went by in small pieces since the last row stands where most of it did, not at the call after it."""
+        if self.looks and not self.depth:
+            [(place, _)] = self.looks.most_common(1)
+            self.go_to(place)
+            self.work_modelled_time()
 
     # frames
 
