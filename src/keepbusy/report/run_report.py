@@ -362,7 +362,7 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
         total, name = sum(one.count for one in places), look(places[0].cause).name
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        often = f"{count(total)} a step" if total > 0.5 else every(1 / total, "step")
+        often = f"{count(total)} a step" if count(total) != "0" else every(1 / total, "step")
         yield f"{name}{where}{more} ({often}) {_cost(places[0].gain, step)}: {tame(why)}"
 
 
