@@ -139,6 +139,21 @@ def test_memory_calls_leave_with_their_waits() -> None:
     assert found.ledger["allocator"] == near(1_100, 0.02)
 
 
+def test_who_gives_memory_back_is_to_blame_for_asking_again() -> None:
+    """What a call of empty_cache takes away, the lines after it ask for: longer, and oftener."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4).allocate(400, waits=True, at=["train.py(78): before_step"])
+        for _ in range(3):
+            run.allocate(700, name="cudaMalloc", at=["train.py(67): forward", "aten::empty"])
+
+    found = told(body)
+    [fix] = found.plan
+    assert (fix.fix, [str(place) for place in fix.where]) == ("keep_memory", ["train.py:78"])
+    assert fix.predicted.step == near(4_000)
+    assert cause(found, "allocator").count == 4.0
+
+
 def test_memory_calls_that_the_device_covers_cost_nothing() -> None:
     found = told(lambda run: run.allocate(700, name="cudaMalloc").launch([1_000] * 4))
     assert (names(found), harmless(found)) == ([], ["allocator"])

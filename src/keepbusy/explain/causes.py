@@ -285,6 +285,15 @@ class Scene:
         return frame
 
     @cached_property
+    def is_given_back(self) -> Mask:
+        """Which calls give memory back that no operator asked for: the program did, by `empty_cache`."""
+        names, frames = self.timeline.names, self.timeline.frames
+        frees = np.array(["Free" in name for name in names], bool)[self.timeline.spans.name]
+        calls = np.array([name.startswith("cuda") for name in names], bool)  # of the driver, on a virtual GPU
+        operator = self.outermost((frames.kind == FrameKind.OPERATOR) & ~calls[frames.name])
+        return (self.timeline.spans.kind == Kind.ALLOCATE) & frees & (operator == NONE)
+
+    @cached_property
     def reads_in_a_row(self) -> list[Ints]:
         """The host's rows from the first to the last of values that a loop reads one by one, some in each of its rounds
         and with hardly a launch between them."""
@@ -484,9 +493,14 @@ def _find_launches(scene: Scene, draft: Draft) -> None:
 
 def _find_allocations(scene: Scene, draft: Draft) -> None:
     """cudaMalloc and cudaFree in the steady state: memory that the caching allocator should have kept."""
+    rank = scene.timeline.rank_of_rows
     rows = np.flatnonzero(scene.timeline.spans.kind == Kind.ALLOCATE)
     draft.edit.drop[rows] = True
-    draft.culprit[rows] = rows
+    draft.culprit[rows], draft.count = rows, len(rows)
+    for one in scene.timeline.ranks:  # what the program itself gives back it has to ask for again
+        mine, back = rows[rank[rows] == one], rows[(rank[rows] == one) & scene.is_given_back[rows]]
+        if len(back):
+            draft.culprit[mine] = back[np.maximum(np.searchsorted(back, mine, side="right") - 1, 0)]
 
 
 def _find_work(scene: Scene, draft: Draft) -> None:

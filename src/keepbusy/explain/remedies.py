@@ -138,11 +138,8 @@ def _of_memory(seen: PlacedCause) -> Remedy | None:
     """What is given back within no operator was asked for by the program; else no free piece fitted."""
     timeline, rows = seen.scene.timeline, seen.finding.rows
     names = [timeline.names[name] for name in timeline.spans.name[rows].tolist()]
-    frees = rows[["Free" in name for name in names]]
-    calls = np.array([name.startswith("cuda") for name in timeline.names], bool)  # of the driver, on a virtual GPU
-    operator = seen.scene.outermost((timeline.frames.kind == FrameKind.OPERATOR) & ~calls[timeline.frames.name])
     of_device = 2 * sum("Malloc" in name for name in names) > sum("Free" not in name for name in names)
-    return PARTICULAR["expanded"] if of_device and (operator[frees] != NONE).all() else None
+    return PARTICULAR["expanded"] if of_device and not seen.scene.is_given_back[rows].any() else None
 
 
 _IN_THE_WAY = {
