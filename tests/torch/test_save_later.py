@@ -192,7 +192,9 @@ for step in range(12):
 def test_a_checkpoint_makes_nobody_wait(run, save: str, costs: set[str]) -> None:
     done = run(LOOP.replace("{save}", save), before=("--clock", "modelled", "--values", "none", "--json"))
     assert done.returncode == 0, done.stderr
-    named = {cause["cause"] for cause in json.loads(done.stdout)["causes"]}
+    told = json.loads(done.stdout)
+    assert [one["fix"] for one in told["plan"] if "blocking_copy" in one["causes"]] == ["save_later"] * len(costs)
+    named = {cause["cause"] for cause in told["causes"]}
     assert named & {"host_sync", "blocking_copy", "copy_not_overlapped"} == costs
 
 

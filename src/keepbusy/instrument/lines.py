@@ -215,10 +215,13 @@ def _program() -> str:
     return f"{Path(file).parents[depth - 1]}{os.sep}" if depth else file
 
 
+_ON_THEIR_OWN = ("optim/", "nn/utils/", "amp/", "distributed/", "utils/data/", "serialization.py", "_tensor_str.py")
+
+
 def _speaks_for_itself(file: str) -> bool:
     """Parts of PyTorch that read values on their own account: who waits there should know that the line is theirs."""
     within = file[len(_TORCH) :].replace(os.sep, "/")
-    return within.startswith(("optim/", "nn/utils/", "amp/", "distributed/", "utils/data/", "_tensor_str.py"))
+    return within.startswith(_ON_THEIR_OWN)
 
 
 def line_number(code: CodeType, instruction: int) -> int:
