@@ -115,6 +115,20 @@ def test_the_program_is_not_told_of_our_handler() -> None:
     assert ended(asks).stdout == "True True\nTrue\nTrue\nfinished\n"
 
 
+def test_the_program_is_not_told_where_we_hear_of_signals() -> None:
+    """Who finds a descriptor there takes it for another library's, and warns."""
+    asks = (
+        "print(signal.set_wakeup_fd(-1))\n"
+        "heard, own = os.pipe()\nos.set_blocking(own, False)\n"
+        "print(signal.set_wakeup_fd(own, warn_on_full_buffer=False))\n"
+        "signal.signal(signal.SIGUSR1, print)\nsignal.raise_signal(signal.SIGUSR1)\n"
+        "print(os.read(heard, 9)[0] == signal.SIGUSR1, signal.set_wakeup_fd(-1) == own)\n"
+    )
+    done = ended(asks)
+    assert done.stdout.splitlines()[:2] == ["-1", "-1"], done.stderr
+    assert done.stdout.splitlines()[-2:] == ["True True", "finished"]
+
+
 def test_a_child_that_is_forked_dies_of_the_signal_alone() -> None:
     forks = (
         "child = os.fork()\n"

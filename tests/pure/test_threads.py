@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from keepbusy.instrument.processes import UnseenThread
+from keepbusy.instrument.processes import UnseenThread, known_thread
 
 
 def test_it_is_nowhere_among_the_threads_and_can_be_waited_for() -> None:
@@ -19,3 +19,11 @@ def test_it_is_nowhere_among_the_threads_and_can_be_waited_for() -> None:
         thread.join(60)
         assert len(done) == 1
     assert done != [threading.get_ident()]
+
+
+def test_to_ask_which_thread_it_is_does_not_make_it_known() -> None:
+    found: list[threading.Thread | None] = [known_thread()]
+    before = threading.enumerate()
+    UnseenThread(lambda: found.append(known_thread())).join(10)
+    assert found == [threading.current_thread(), None]
+    assert threading.enumerate() == before

@@ -177,3 +177,10 @@ def test_many_small_operators_stand_where_they_are(run: Run) -> None:
     told = json.loads(ended.stdout)
     [work] = [one for one in told["plan"] if "host_work" in one["causes"]]
     assert (work["fix"], work["where"]) == ("compute_on_gpu", ["train.py:14"])
+
+
+def test_what_torchscript_traces_on_the_host_is_traced_as_ever(run: Run) -> None:
+    """There sizes are tensors."""
+    traces = "traced = torch.jit.trace(torch.nn.Linear(8, 8), torch.ones(1, 8))"
+    done = run(f"import torch\n{traces}\nprint('linear' in traced.code)\n", before=("--clock", "modelled"))
+    assert done.stdout.splitlines()[:1] == ["True"], done.stderr

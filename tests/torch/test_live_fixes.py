@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from warm_python import warm
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
 from keepbusy.fix.graph import graphed_modules
+from keepbusy.fix.live.host_waits import QuickCollection
 from keepbusy.fix.live.late_gradients import LateGradients
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
 from keepbusy.fix.live.switch import FixSwitch
@@ -174,6 +176,31 @@ def test_a_fix_can_be_left_out() -> None:
     assert not set(ASKED) & set(chosen())
     with pytest.raises(BadInput, match="is no fix; the fixes are copies"):
         chosen(without=["speed"])
+
+
+def test_what_goes_outside_of_the_loop_goes_at_its_own_collection() -> None:
+    """As a model after its training, which is made of cycles: only what is called in each turn looks at new objects."""
+    turn, patches = [0], Patches()
+    fix = QuickCollection(lambda: turn[0])
+    fix.patch(patches)
+    fix.switch.on = True
+    model = Node()
+    try:
+        for _ in range(4):
+            turn[0] += 1
+            gc.collect()
+        assert sum(fix.switch.done.values()) == 2  # after the first of the loop, and the one that looks at all
+        seen = weakref.ref(model)
+        del model
+        gc.collect()
+        assert seen() is None
+    finally:
+        patches.undo()
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
 
 
 def test_everything_is_put_back(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import gzip
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +203,31 @@ def test_what_the_program_traces_itself_stays(tmp_path: Path) -> None:
         assert sys.gettrace() is own
     finally:
         sys.settrace(before)
+
+
+def test_a_window_is_that_of_the_thread_that_opened_it(tmp_path: Path) -> None:
+    """PyTorch's profiler takes the process down where another thread ends it."""
+    window = Window(tmp_path)
+    with ThreadPoolExecutor(1) as trainer:
+        trainer.submit(window.open).result()
+        for count in range(1, 2 * RECORDED_TURNS):  # those of an evaluation beside it
+            window.step(count)
+        window.close()
+        assert (window.is_open, window.ticks) == (True, [])
+        for count in range(SETTLING_TURNS + RECORDED_TURNS):
+            trainer.submit(window.step, count + 1).result()
+    assert not window.is_open
+    assert len(window.ticks) == RECORDED_TURNS + 1
+
+
+def test_a_thread_that_ends_before_its_window_closes_it(tmp_path: Path) -> None:
+    told: list[bool] = []
+    window = Window(tmp_path, closed=lambda: told.append(window.is_open))
+    trainer = threading.Thread(target=lambda: (window.open(), window.step(1), window.step(2)))
+    trainer.start()
+    trainer.join()
+    assert (window.is_open, told, window.is_cut) == (False, [False], True)
+    assert (tmp_path / TRACE).exists()
 
 
 def test_a_turn_that_waits_is_recorded_to_its_end(tmp_path: Path) -> None:

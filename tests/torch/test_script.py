@@ -80,6 +80,7 @@ ODD = {
     "lines = logging.handlers.MemoryHandler(9, target=logging.StreamHandler())\n"
     "logging.getLogger().addHandler(lines)\nlogging.warning('kept until the end')\n"
     "atexit.register(logging.warning, 'last')\n",
+    "last words of objects": "import os\nclass Last:\n    def __del__(self): os.write(1, b'gone\\n')\nlast = Last()\n",
     "stdout deleted": "import sys\ndel sys.stdout\n",
     "no streams": "import sys\nsys.stdout = sys.stderr = None\n",
     "few descriptors": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (6, 6))\nprint(1)\n",
@@ -87,8 +88,8 @@ ODD = {
 }
 
 
-STARTS = ("names", "last words of logging", "descriptors closed", "few descriptors")
-"""These are about what Python does at its start, too."""
+STARTS = ("names", "last words of logging", "last words of objects", "descriptors closed", "few descriptors")
+"""These are about what Python does at its start, or its end, too."""
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
@@ -29,7 +29,11 @@ class Patches:
         original, own = getattr(owner, name, None), vars(owner).get(name)
         if original is None:
             return
-        ours = functools.wraps(original)(made(original))
+        is_inherited = own is None and isinstance(owner, type) and isinstance(original, FunctionType)
+        plain = _inherited(owner, name) if is_inherited else original
+        ours: Function = functools.wraps(original)(made(plain))
+        if isinstance(original, _BuiltIn) or not hasattr(type(original), "__get__"):
+            ours = _BuiltIn(ours)
         setattr(owner, name, ours)
         self.later(lambda: _put_back(owner, name, ours, own))
 
@@ -45,6 +49,22 @@ class Patches:
         """The last one first. To do it twice does nothing."""
         while self._undo:
             self._undo.pop()()
+
+
+class _BuiltIn(staticmethod):  # type: ignore[type-arg]
+    """As a built-in function it is no method where a class has it, and is pickled by its name."""
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+
+def _inherited(owner: type, name: str) -> Function:
+    """Found anew at each call, for others may replace it meanwhile, as `torch.fx` does while it traces."""
+
+    def inherited(one: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(owner, one), name)(*args, **kwargs)
+
+    return inherited
 
 
 def _put_back(owner: Any, name: str, ours: Function, own: Any) -> None:

@@ -12,12 +12,14 @@ import runpy
 import shutil
 import socket
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 from keepbusy.instrument.patches import Patches
 
@@ -110,6 +112,22 @@ class UnseenThread:
             self._work()
         finally:
             self._at_work.release()
+
+
+def known_thread() -> threading.Thread | None:
+    """The calling thread, where `threading` knows it. Asked for the current one, it would make one up that stays."""
+    return next((one for one in threading.enumerate() if one.ident == threading.get_ident()), None)
+
+
+_ending = threading.local()
+
+
+def at_end_of_thread(does: Callable[[], object]) -> None:
+    """Call it when the calling thread ends. A thread that C++ started has no end: Python forgets it after each call."""
+    thread = known_thread()
+    if thread not in (None, threading.main_thread()) and not isinstance(thread, threading._DummyThread):
+        its_own: set[object] = _ending.__dict__.setdefault("its_own", set())  # it goes with the thread
+        finalize(its_own, does).atexit = False
 
 
 def processor_times(thread: int) -> tuple[int, int] | None:

@@ -92,6 +92,8 @@ class _Interpreter:
     def __init__(self, folder: str) -> None:
         self._path, self._finders = [*sys.path], [*sys.meta_path]
         self._modules, self._builtins = {**sys.modules}, {**vars(builtins)}
+        for name in ("__main__", "__mp_main__"):  # nothing of ours keeps the program's objects when Python ends
+            self._modules.pop(name, None)
         beside = [*Path(folder).iterdir()] if os.path.isdir(folder) else []  # noqa: PTH112  # else an archive
         self._beside = {one.stem for one in beside if one.suffix == ".py" or (one / "__init__.py").is_file()}
         for name in self._beside - {"torch", "keepbusy", "encodings"}:  # the last is there before any program
@@ -298,7 +300,17 @@ class Ending:
         heard, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._patches.replace(signal, "set_wakeup_fd", self._while_it_has_none)
         UnseenThread(lambda: self._hear(heard))
+
+    def _while_it_has_none(self, original: Function) -> Function:
+        """Ours is there, of which the program is not told: some warn where they find another one."""
+
+        def set_wakeup_fd(fd: int, **options: Any) -> int:
+            before = original(self._wakeup, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
+            return -1 if before == self._wakeup else int(before)
+
+        return set_wakeup_fd
 
     def _hear(self, heard: int) -> None:
         patience = _PATIENCE if self._in_handler else _PATIENCE_WITH_US

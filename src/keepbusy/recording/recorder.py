@@ -334,7 +334,7 @@ class Run:
         if self.window.is_open:
             self._advance(count)
         elif not self._opened:
-            if self._is_due(count):
+            if self._is_due(count) and not self._opened:  # a step in another thread may have come first
                 self._opened, self.window = count, self._first
                 self.window.usual = self.marks.plain_step() or 0
                 self._stepped_at = [*program_lines(sys._getframe())]

@@ -24,6 +24,7 @@ import numpy as np
 
 from keepbusy.instrument.loop_tree import RECORDED_AT_MOST, BusyLoop, LoopSite
 from keepbusy.instrument.patches import Function, Patches
+from keepbusy.instrument.processes import at_end_of_thread
 from keepbusy.instrument.slow_turns import quantile, slow_from, warm_up
 from keepbusy.recording.line_log import Ask, Log, follower
 from keepbusy.recording.run_counters import COLLECTOR
@@ -119,12 +120,13 @@ class Window:
         from torch.autograd import profiler
 
         began = self.clock()
-        self._thread, self._count = threading.get_ident(), count
+        self._thread, self._count = threading.get_native_id(), count
         self._settling = SETTLING_TURNS if self.usual < SETTLES_WITHIN else 0
         device = "cuda" if torch.cuda.is_available() else None
         self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True, profile_memory=self._memory)
         self._profile.__enter__()
         self.is_open = True
+        at_end_of_thread(self._end_with_thread)
         self.no_lines = self._follower.begin()
         if not self._settling:
             self.ticks.append(_tick(count, self.clock))
@@ -134,7 +136,9 @@ class Window:
         self._ask.at = began + self.longest  # no sooner: lines begin within what is called here, too
 
     def step(self, count: int) -> None:
-        """A turn has ended: the `count`-th."""
+        """A turn has ended: the `count`-th. In another thread it is none of the window's."""
+        if threading.get_native_id() != self._thread:
+            return
         self._count = count
         if self._settling:
             self._settling -= 1
@@ -159,13 +163,22 @@ class Window:
 
     def _is_asked(self) -> None:
         """Where a line begins, and the window has been open for long or has seen as much as it can keep."""
-        if not self.is_open or threading.get_ident() != self._thread:
+        if not self.is_open or threading.get_native_id() != self._thread:
             return
         if len(self.ticks) < 3 and not self._has_much_to_close():
             self._ask.at = self.clock() + NEXT_ASK
             return
-        self.cut()
         self._ask.at = self.clock() + NEXT_ASK
+        self._cut_and_tell()
+
+    def _end_with_thread(self) -> None:
+        """One that ends before its window would take the process down: PyTorch's profiler is the thread's."""
+        with suppress(Exception):
+            if self.is_open:
+                self._cut_and_tell()
+
+    def _cut_and_tell(self) -> None:
+        self.cut()
         if self._closed is not None and not self.is_open:
             self._closed()
 
@@ -200,8 +213,9 @@ class Window:
             self._close()
 
     def _may_close(self) -> bool:
-        """What is called meanwhile may begin lines that ask the same."""
-        if not self.is_open or self._is_closing:
+        """What is called meanwhile may begin lines that ask the same. PyTorch's profiler must end where it began: in
+        another thread it takes the process down."""
+        if not self.is_open or self._is_closing or threading.get_native_id() != self._thread:
             return False
         self._is_closing = True
         self._is_closing = self._device_comes_to_an_end()

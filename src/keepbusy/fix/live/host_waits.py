@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -400,29 +400,58 @@ def _is_scarce() -> bool:
 
 
 class QuickCollection:
-    """`gc.collect()` in a loop looks at every object of the program, nearly all of which were there the time before."""
+    """`gc.collect()` in a loop looks at every object of the program, nearly all of which were there the time before.
+
+    Those are frozen, as Python calls it. Where a call is not made in each turn, as after a training whose model is to
+    go, and where the collector comes by itself, it looks at all.
+    """
 
     def __init__(self, turn: Callable[[], int]) -> None:
         self.switch = FixSwitch("garbage", "collections of garbage that look at new objects only")
-        self._turn, self._calls = turn, 0
+        self._turn = turn
+        self._called: dict[tuple[CodeType, int], int] = {}
+        """In which turn each call was made last."""
+        self._frozen = self._is_quick = False
+        self._frozen_before, self._quick = gc.get_freeze_count(), 0
 
     def patch(self, patches: Patches) -> None:
         patches.replace(gc, "collect", self._collect)
+        gc.callbacks.append(self._comes)
+        patches.later(lambda: gc.callbacks.remove(self._comes))
 
     def _collect(self, plain: Function) -> Function:
         def collect(*generation: Any, **named: Any) -> int:
-            if not self.switch.on or not self._turn() or generation or named or is_ours():
+            frame, turn = sys._getframe(1), self._turn()
+            if not self.switch.on or not turn or generation or named or is_ours():
                 return int(plain(*generation, **named))
-            self._calls += 1
-            if self._calls % _WHOLE == 1:
-                gc.unfreeze()
-                found = int(plain())
-                gc.freeze()
+            call = frame.f_code, frame.f_lasti
+            before, self._called[call] = self._called.get(call, turn), turn
+            if not 0 < turn - before <= 1:
+                return int(plain())
+            if not self._frozen or self._quick == _WHOLE:
+                found, self._quick = int(plain()), 0
+                self._freeze()
                 return found
             self.switch.count()
-            return int(plain())
+            self._is_quick, self._quick = True, self._quick + 1
+            try:
+                return int(plain())
+            finally:
+                self._is_quick = False
 
         return collect
+
+    def _freeze(self) -> None:
+        """Not where the program does so itself: it would be thawed with the rest."""
+        if gc.get_freeze_count() <= self._frozen_before:
+            gc.freeze()
+            self._frozen = True
+
+    def _comes(self, phase: str, about: dict[str, int]) -> None:
+        """The collector does, for all objects unless it is told otherwise."""
+        if self._frozen and not self._is_quick and phase == "start" and about["generation"] == 2:
+            gc.unfreeze()
+            self._frozen = False
 
 
 class SkippedWaits:

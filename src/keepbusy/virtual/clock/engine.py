@@ -18,6 +18,7 @@ from functools import cache
 from threading import get_ident
 from typing import Any
 
+from keepbusy.instrument.processes import at_end_of_thread, known_thread
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Direction, FrameKind, Kind, Lane, LinkKind, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 from keepbusy.virtual.clock.lanes import (
@@ -31,7 +32,6 @@ from keepbusy.virtual.clock.lanes import (
     Rows,
     SharedDevice,
     StreamQueue,
-    at_end_of_thread,
 )
 from keepbusy.virtual.costs.device import Device
 
@@ -108,7 +108,9 @@ class Clock:
             first = self.first_thread if self.threads else None
             same = self._ended_threads.pop(number, None)
             if same is None:
-                lane = self.rows.lane(Lane(self.rank, None, self._thread_count, threading.current_thread().name))
+                known = known_thread()
+                name = known.name if known is not None else f"thread {self._thread_count}"
+                lane = self.rows.lane(Lane(self.rank, None, self._thread_count, name))
                 self._thread_count += 1
                 now = first.now if first else 0
                 real = self._real() if self._real is not None else None

@@ -17,7 +17,6 @@ one.
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from itertools import count
 from struct import Struct
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
-from weakref import finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -271,17 +269,6 @@ class HostThread:
             opened = (*opened, self._rows.open(self.lane, _LINE, name, parent, self.now))
         self._open_lines, self.place = opened, place
         self.frame = opened[-1] if opened else self.innermost
-
-
-_ending = threading.local()
-
-
-def at_end_of_thread(does: Callable[[], object]) -> None:
-    """Call it when the calling thread ends. A thread that C++ started has no end: Python forgets it after each call."""
-    thread = threading.current_thread()
-    if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
-        its_own: set[object] = _ending.__dict__.setdefault("its_own", set())  # it goes with the thread
-        finalize(its_own, does).atexit = False
 
 
 # Streams

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from threading import current_thread, local, main_thread
+from threading import get_ident, local, main_thread
 from types import FrameType
 from typing import Any
 
@@ -67,7 +67,7 @@ def patch(patches: Patches, measured: bool) -> None:
 
 
 def _in_training_thread() -> bool:
-    return current_thread() is main_thread()
+    return get_ident() == main_thread().ident  # one that `threading` does not know would be taken in by asking for it
 
 
 class HostOperator:
@@ -389,9 +389,12 @@ def _of_shards(args: tuple[Any, ...]) -> bool:
 
 
 def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
-    """What was made may be nothing new: then one argument was written into another."""
+    """What was made may be nothing new: then one argument was written into another. Sizes are tensors, too, while
+    TorchScript traces."""
     taken, given = tensors_in(args), tensors_in(made if made is not None else args[1:])
-    if name in ("__get__", "__set__", "backward") or not given or not all(_is_of_host(one) for one in (*taken, *given)):
+    if name in ("__get__", "__set__", "backward") or torch.jit.is_tracing():
+        return
+    if not given or not all(_is_of_host(one) for one in (*taken, *given)):
         return
     name = name.removeprefix("__").removesuffix("__")
     duration = time_of(MACHINE.device, name, taken if made is not None else given, given)
