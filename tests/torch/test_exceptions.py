@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from warm_python import Run
 
 
 class OwnError(Exception):
@@ -90,6 +91,25 @@ def test_ctrl_c_in_a_backward_pass_is_a_keyboard_interrupt() -> None:
             y.sum().backward()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+ASKS = """\
+import sys, torch
+calls = set()
+def note(frame, event, _):
+    if event == "call" and frame.f_code.co_filename.endswith("cpp_hooks.py"):
+        calls.add(frame.f_code.co_name)
+layer = torch.nn.Linear(4, 4).cuda()
+sys.setprofile(note)
+layer(torch.randn(2, 4).to("cuda")).sum().backward()
+print(torch.ones(3, device="cuda").add(1).sum().item())
+sys.setprofile(None)
+print(calls)
+"""
+
+
+def test_cpp_asks_no_python_of_ours_which_would_lose_what_a_signal_raises(run: Run) -> None:
+    assert run(ASKS).stdout.splitlines()[:2] == ["6.0", "set()"]
 
 
 def test_memory_that_runs_out_in_a_backward_pass_says_so() -> None:

@@ -169,7 +169,8 @@ class Vtable:
     def put_constant(self, method: str, value: int) -> None:
         """Replace one method by machine code that returns a small number, or that and a zero in a second register.
 
-        It calls no Python, which is quicker, and safe while an exception is on its way.
+        It calls no Python, which is quicker, and safe while an exception is on its way: also that of a signal which
+        comes just then, as Ctrl-C does. Python that is called from there would lose it.
         """
         code = {
             "x86_64": b"\xb8" + struct.pack("<I", value) + b"\x31\xd2\xc3",
@@ -233,6 +234,9 @@ def replace_hooks() -> Callable[[], None]:
     ):
         for method in names.split():
             vtable.put(method, result, arguments, does)
+    if CURRENT.count == 1:
+        for method in ("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"):
+            vtable.put_constant(method, 0)
     hooks = ctypes.c_void_p.from_address(_result_of(shared, "_ZN2at6detail12getCUDAHooksEv"))
     before, hooks.value = hooks.value, vtable.address
     return lambda: setattr(hooks, "value", before)
@@ -263,7 +267,10 @@ def replace_guard() -> Callable[[], None]:
     vtable.put_constant("type", DEVICE_TYPE)
     vtable.put_constant("deviceCount", CURRENT.count)
     pair = ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
-    vtable.put("getDevice", pair, (), lambda: DEVICE_TYPE | CURRENT.device << 8)
+    if CURRENT.count == 1:
+        vtable.put_constant("getDevice", DEVICE_TYPE)
+    else:
+        vtable.put("getDevice", pair, (), lambda: DEVICE_TYPE | CURRENT.device << 8)
     for method in ("getStream", "getDefaultStream", "exchangeStream"):
         vtable.put_constant(method, DEVICE_TYPE)  # {{CUDA, 0}, 0}
     ours = ctypes.c_void_p(vtable.address)
