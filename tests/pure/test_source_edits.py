@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("libcst")
 
+from keepbusy.fix.source.proof import RunResults
 from keepbusy.fix.source.source_edits import EDITS, changed_lines, edited, where_now
 
 LOOP = """\
@@ -318,6 +319,20 @@ def test_what_was_written_is_not_written_again(fix: str) -> None:
 @pytest.mark.parametrize("fix", EDITS)
 def test_other_lines_are_left_alone(fix: str) -> None:
     assert edited(LOOP, fix, [1000]) is None or fix in ("pin_memory", "prepare_in_workers", "fuse_optimizer")
+
+
+@pytest.mark.parametrize(
+    ("losses", "last", "why"),
+    [
+        ([2.0, 1.5, 0.25], [4.0], ""),  # captured twice: at first, and for the last batch, which is smaller
+        ([2.0, 1.5], [5.0], "its weights differ by up to 25%"),
+        ([2.0, 1.5, 0.5, 0.25], [4.0], "its losses differ by up to 50%"),  # none is replayed
+        ([2.0, 1.5, 1.0, 0.25], [4.0], ""),
+    ],
+)
+def test_losses_are_compared_where_each_is_of_a_known_step(losses: list[float], last: list[float], why: str) -> None:
+    own = RunResults(losses=[2.0, 1.5, 1.0, 0.25], last=[4.0])
+    assert own.same(RunResults(losses=losses, last=last), 1e-4) == why
 
 
 def test_lines_are_found_again_after_other_fixes() -> None:

@@ -197,7 +197,7 @@ def test_a_turn_of_many_launches_is_written_as_a_graph(folder: Path) -> None:
     (folder / "train.py").write_text(MANY_LAUNCHES)
     done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
     assert "capture a CUDA graph at train.py:" in done.stdout, done
-    assert "predicted; losses within 0.0001: Adam and its kin round differently in a graph" in done.stdout
+    assert "predicted; weights within 0.0001: Adam and its kin round differently in a graph" in done.stdout
     assert "+@keepbusy.graph\n+def train_step(x):\n" in done.stdout
     assert "+    loss = train_step(x)\n" in done.stdout
 

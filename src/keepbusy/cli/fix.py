@@ -179,7 +179,7 @@ class CandidateRuns:
             was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
         if was - now < least:
             raise BadInput(f"it gains nothing: {duration(was)} before, {duration(now)} after")
-        same = f"losses within {tolerance:g}: {why}" if tolerance else "the same to the last bit"
+        same = f"weights within {tolerance:g}: {why}" if tolerance else "the same to the last bit"
         if planned.every or planned.loop:
             return f"gains {duration(was - now)} of the run's {duration(was)}; {same}"
         predicted = f", {duration(max(0, planned.gain))} predicted" if way == planned.fix else ""
