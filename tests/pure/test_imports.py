@@ -156,17 +156,17 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
-    "hang": 646,
-    "timeline": 2524,
-    "traces": 2371,
-    "instrument": 2376,
-    "recording": 4059,
-    "virtual": 8652,
-    "explain": 4598,
-    "report": 3169,
+    "hang": 647,
+    "timeline": 2663,
+    "traces": 2378,
+    "instrument": 2494,
+    "recording": 4068,
+    "virtual": 8705,
+    "explain": 4601,
+    "report": 3124,
     "runtime": 5594,
-    "cli": 3550,
-    "fix": 6897,
+    "cli": 3580,
+    "fix": 6947,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
