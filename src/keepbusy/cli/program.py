@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import select
 import shutil
 import signal
 import stat
@@ -25,7 +26,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from keepbusy.cli import line_of, screen
 from keepbusy.instrument.processes import make_folder
@@ -162,7 +163,12 @@ def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:
 
 # The program's own process
 
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_FORWARDED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT),
+)
+_MOMENT, _RECENT = 0.3, 1.0
+"""Seconds that a signal is held back for who else may have heard it, and for which it then counts as the same one."""
 _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux."""
 
@@ -186,11 +192,13 @@ class ProgramProcess:
             sys.exit(program(_said_by(says)))
         os.close(says)
         self._status: int | None = None
+        self._witness = GroupWitness()
         self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
-        self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells the child itself
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        os.kill(self._child, number)
+        """What was sent to this process alone: the program is to hear of it once."""
+        if not self._witness.has_heard(number):
+            os.kill(self._child, number)
 
     def hear(self) -> None:
         """Until it says so; where it cannot any more, until its process has ended."""
@@ -203,7 +211,47 @@ class ProgramProcess:
             self._status = os.waitpid(self._child, 0)[1]
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+            self._witness.end()
         return self._status
+
+
+class GroupWitness:
+    """A process that hears of signals as the program does where they are sent to the whole group of processes: by a
+    terminal, torchrun or `timeout`."""
+
+    def __init__(self) -> None:
+        self._told, says = os.pipe()
+        self._heard: dict[int, float] = {}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        parent, self._process = os.getpid(), os.fork()
+        if not self._process:
+            _bear_witness(parent, says)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(says)
+
+    def has_heard(self, number: int) -> bool:
+        while number not in self._heard and select.select([self._told], [], [], _MOMENT)[0]:
+            came = os.read(self._told, 1)
+            if not came:
+                return False
+            self._heard[came[0]] = time.monotonic()
+        return time.monotonic() - self._heard.pop(number, -_RECENT) < _RECENT
+
+    def end(self) -> None:
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
+        os.close(self._told)
+
+
+def _bear_witness(parent: int, says: int) -> NoReturn:
+    try:
+        _die_with(parent)
+        os.closerange(0, says)  # nobody is to wait for what this process holds open
+        os.closerange(says + 1, os.sysconf("SC_OPEN_MAX"))
+        while True:
+            os.write(says, bytes([signal.sigwait(_FORWARDED)]))
+    finally:
+        os._exit(0)
 
 
 def _said_by(descriptor: int) -> Callable[[], None]:

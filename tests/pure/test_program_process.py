@@ -1,0 +1,61 @@
+"""Signals that reach the process beside the program: it hears of each as it would alone, and once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src"
+SUPERVISED = """\
+import os, signal, sys
+from keepbusy.cli import program as ours
+ours._MOMENT = float(sys.argv[1])
+
+def program(_):
+    came = []
+    def told(*_):
+        os.write(1, b"%d\\n" % len(came))
+        sys.exit(5)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: came.append(1))
+    signal.signal(signal.SIGCONT, told)  # its number is higher: it is heard last
+    os.write(1, b"begun\\n")
+    while True:
+        signal.pause()
+
+process = ours.ProgramProcess(program)
+os.write(1, b"watched\\n")
+process.hear()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("to_all", [False, True])
+def test_the_program_hears_once_of_a_signal(number: int, to_all: bool) -> None:
+    """Sent to the process that was started, as by `kill`, or to the whole group, as by a terminal or torchrun."""
+    patience = "60" if to_all else "0"  # on a busy machine the witness may take its time
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISED, patience],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SOURCES)}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert {line(process.stdout), line(process.stdout)} == {"begun", "watched"}
+        for each in (number, signal.SIGCONT):
+            (os.killpg if to_all else os.kill)(process.pid, each)
+        assert line(process.stdout) == "1"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def line(stream: IO[str]) -> str:
+    return stream.readline().strip()
