@@ -159,13 +159,13 @@ LINES = {
     "hang": 647,
     "timeline": 2663,
     "traces": 2378,
-    "instrument": 2494,
+    "instrument": 2502,
     "recording": 4068,
     "virtual": 8705,
     "explain": 4601,
     "report": 3124,
     "runtime": 5594,
-    "cli": 3580,
+    "cli": 3628,
     "fix": 6947,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -81,7 +81,7 @@ DONE = (
     ("copied home without waiting, and then waited for", "syncs", 0),
     ("pinned memory that is filled again after waiting", "syncs", 0),
     ("memory given back in the loop", "cache", 3),
-    ("memory given back in the loop", "garbage", 2),
+    ("memory given back in the loop", "garbage", 1),
     ("streams of its own in the middle", "late_numbers", 8),
     ("averages and steps by hand", "foreach", 16),
     ("state by names, of several types", "foreach", 6),

@@ -163,6 +163,14 @@ def admit_scripts(patches: Patches) -> None:
     from torch.jit import _builtins
 
     _builtins._get_builtin_table()  # made of PyTorch's own, before they are replaced
-    patches.replace(
-        _builtins, "_find_builtin", lambda plain: lambda one: plain(one) or plain(getattr(one, "__wrapped__", None))
-    )
+
+    def finding(plain: Function) -> Function:
+        def find(one: Any) -> Any:
+            found = plain(one)
+            while found is None and (one := getattr(one, "__wrapped__", None)) is not None:
+                found = plain(one)
+            return found
+
+        return find
+
+    patches.replace(_builtins, "_find_builtin", finding)
