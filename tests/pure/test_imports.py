@@ -159,13 +159,13 @@ LINES = {
     "hang": 647,
     "timeline": 2663,
     "traces": 2378,
-    "instrument": 2502,
+    "instrument": 2508,
     "recording": 4068,
     "virtual": 8705,
     "explain": 4601,
-    "report": 3124,
+    "report": 3130,
     "runtime": 5594,
-    "cli": 3628,
+    "cli": 3630,
     "fix": 6947,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -246,8 +246,10 @@ class GroupWitness:
 def _bear_witness(parent: int, says: int) -> NoReturn:
     try:
         _die_with(parent)
-        os.closerange(0, says)  # nobody is to wait for what this process holds open
-        os.closerange(says + 1, os.sysconf("SC_OPEN_MAX"))
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  # nobody is to wait for what it holds open
+            if descriptor != says:
+                with suppress(OSError):  # the list's own is closed by now
+                    os.close(descriptor)
         while True:
             os.write(says, bytes([signal.sigwait(_FORWARDED)]))
     finally:

@@ -241,14 +241,8 @@ class LoopWatch:
         The program waits meanwhile, so a frame's line is asked for once an instruction: finding it takes a walk
         through the code's table.
         """
+        now, stack = self._stack()
         known, before = self._lines, self._last
-        stack: list[tuple[int, CodeType, tuple[int, int], int]] = []
-        with at_rest():
-            frame, now = self._frame(), self._clock()
-            while frame is not None:
-                at = id(frame.f_code), frame.f_lasti
-                stack.append((id(frame), frame.f_code, at, 0 if at in known else frame.f_lineno or 0))
-                frame = frame.f_back
         chain: list[Line] = []
         stays: dict[int, tuple[int, int]] = {}
         for held, code, at, number in stack:
@@ -270,6 +264,18 @@ class LoopWatch:
         self._note(now if due is None else due, tuple(chain[: -DEEPEST - 1 : -1]), stays)
         if self._native != NONE:
             self._look_beside()
+
+    def _stack(self) -> tuple[int, list[tuple[int, CodeType, tuple[int, int], int]]]:
+        """When that is, and from the inside out each frame's identity, its code, the place there, and its line if that
+        place is met for the first time."""
+        stack = []
+        with at_rest():
+            frame, now = self._frame(), self._clock()
+            while frame is not None:
+                at = id(frame.f_code), frame.f_lasti
+                stack.append((id(frame), frame.f_code, at, 0 if at in self._lines else frame.f_lineno or 0))
+                frame = frame.f_back
+        return now, stack
 
     def _look_beside(self) -> None:
         """What the processors gave since the last look to other threads that run the program's own code: while one

@@ -188,15 +188,21 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         yield line(f"{number}  ", (words.fix(one.fix), STRONG), *_places(one), "   ", *after)
         for sentence in _said_of(one, diagnosis, others, waits):
             yield line((sentence, FAINT), indent=3)
-    if diagnosis.run is not None and (left := [one for one in diagnosis.plan if one not in rows]):
-        named = listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))
-        time = duration(round(WORTH_A_ROW * diagnosis.run.time))
-        each = " each" if len(left) > 1 else ""
-        yield line((f"{len(left)} more would save less than {time} of this run{each}: {named}.", FAINT))
-        for one in left:  # this run may be a short one of a program that runs for days
-            if one.fix == "compile" and one.gain > diagnosis.noise:
-                gained = f"It may take {duration(one.gain, diagnosis.plain_step)} off each step of a longer run."
-                yield line((f"{gained} {one.reason}", FAINT), indent=3)
+    yield from _too_small(diagnosis, [one for one in diagnosis.plan if one not in rows])
+
+
+def _too_small(diagnosis: Diagnosis, left: Sequence[PlannedFix]) -> Iterator[RenderableType]:
+    """What is no row, since this run would hardly be shorter."""
+    if diagnosis.run is None or not left:
+        return
+    named = listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))
+    time = duration(round(WORTH_A_ROW * diagnosis.run.time))
+    each = " each" if len(left) > 1 else ""
+    yield line((f"{len(left)} more would save less than {time} of this run{each}: {named}.", FAINT))
+    for one in left:  # this run may be a short one of a program that runs for days
+        if one.fix == "compile" and one.gain > diagnosis.noise:
+            gained = f"It may take {duration(one.gain, diagnosis.plain_step)} off each step of a longer run."
+            yield line((f"{gained} {one.reason}", FAINT), indent=3)
 
 
 def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:
