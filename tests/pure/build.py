@@ -308,9 +308,9 @@ class Run:
         return Timeline(
             lanes=tuple(paper.lanes),
             names=tuple(paper.names),
-            spans=spans,
+            spans=described(spans, paper.names),
             links=Links.of(links.shape[1], source=links[0], target=links[1], kind=links[2]),
-            frames=described(_columns(paper.frames, Frames), tuple(paper.names)),
+            frames=described(_columns(paper.frames, Frames), paper.names),
             meetings=Meetings.of(len(paper.meetings), members=paper.meetings, present=paper.meetings),
             marks=np.array(paper.marks, np.int64),
             facts=RunFacts(**{"pending_limit": paper.pending, "source": "on paper", **facts}),  # type: ignore[arg-type]

@@ -146,7 +146,9 @@ def decorated(draw: st.DrawFn) -> Timeline:
         pinned=_drawn(draw, length, NONE, 1),
         recording=_drawn(draw, length, 0, 5_000),
     )
-    return timeline.change(names=known, spans=spans, frames=described(frames, known), facts=draw(facts))
+    return timeline.change(
+        names=known, spans=described(spans, known), frames=described(frames, known), facts=draw(facts)
+    )
 
 
 @st.composite

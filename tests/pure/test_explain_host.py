@@ -154,6 +154,22 @@ def test_who_gives_memory_back_is_to_blame_for_asking_again() -> None:
     assert cause(found, "allocator").count == 4.0
 
 
+@pytest.mark.parametrize("operator", ["aten::nonzero", "aten::where", "aten::unique2", "cudaDeviceSynchronize"])
+def test_what_calls_do_is_told_by_who_recorded_them_and_no_name_is_read(operator: str) -> None:
+    """The same rows under other names, with the roles that they had: memory given back, and a wait for the device."""
+
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4).allocate(400, waits=True, at=["train.py(78): before_step"])
+        run.allocate(700, name="cudaMalloc", at=["train.py(67): forward", "aten::empty"])
+        run.launch([1_000] * 4).sync(at=["train.py(90): choose", operator]).work(900)
+
+    timeline = loop(body, 8)
+    renamed = tuple(name if "train.py" in name else f"call {number}" for number, name in enumerate(timeline.names))
+    usual, other = (explained(one).plan for one in (timeline, timeline.change(names=renamed)))
+    assert [fix.named for fix in usual] == [fix.named for fix in other]
+    assert len({fix.fix for fix in usual} - {"readback"}) == 2
+
+
 def test_memory_calls_that_the_device_covers_cost_nothing() -> None:
     found = told(lambda run: run.allocate(700, name="cudaMalloc").launch([1_000] * 4))
     assert (names(found), harmless(found)) == ([], ["allocator"])

@@ -9,7 +9,6 @@ is lateness.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ import numpy as np
 
 from keepbusy.explain.diagnosis import Edit, SideLane, Where
 from keepbusy.explain.plain import Stretches, borders_per_step, host_stretches
-from keepbusy.timeline.frame_roles import Owner, Role
+from keepbusy.timeline.frame_roles import Owner, Role, called_alike
 from keepbusy.timeline.model import (
     NONE,
     STAGED_BYTES,
@@ -54,8 +53,6 @@ UNEQUAL_TIMES = 1.1
 """Device work is unequal where a rank has so many times as much of it as its peers."""
 _WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
 """What is around the calls that are made of gradients, and no part of them."""
-_ADDRESS = re.compile(r" object at 0x[0-9a-f]+|_\d+$")
-"""What differs in a frame's name from call to call: the address of an object, the number of a module."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +229,7 @@ class Scene:
     @cached_property
     def is_paired(self) -> Mask:
         """Which rows are of NCCL's kernel that sends and receives; all-to-all is made of it, too."""
-        return np.array(["SendRecv" in name for name in self.timeline.names], bool)[self.timeline.spans.name]
+        return self.timeline.spans.role & Role.PAIRED != 0
 
     @cached_property
     def frame_of_one_rank(self) -> Ints:
@@ -277,21 +274,29 @@ class Scene:
     @cached_property
     def innermost_line(self) -> Ints:
         """Of each row, the innermost Python frame around it, or NONE."""
-        frames, frame = self.timeline.frames, self.timeline.spans.frame.astype(np.int64)
-        python = np.append((frames.kind == FrameKind.LINE) | (frames.kind == FrameKind.PYTHON), True)
-        parent = np.append(frames.parent, NONE)
-        while not python[frame].all():
-            frame = np.where(python[frame], frame, parent[frame])
+        return self._innermost(np.isin(self.timeline.frames.kind, (FrameKind.LINE, FrameKind.PYTHON)))
+
+    def _innermost(self, frames: Mask) -> Ints:
+        """Of each row, the innermost of these frames around it, or NONE."""
+        frame, parent = self.timeline.spans.frame.astype(np.int64), np.append(self.timeline.frames.parent, NONE)
+        found = np.append(frames, True)
+        while not found[frame].all():
+            frame = np.where(found[frame], frame, parent[frame])
         return frame
+
+    @cached_property
+    def library_role(self) -> Ints:
+        """Of each row, what the library's line does that is around it before any line of the program's own."""
+        frames = self.timeline.frames
+        line = self._innermost(frames.owner != Owner.UNKNOWN)
+        return np.append(np.where(frames.owner == Owner.USER, 0, frames.role), 0)[line]
 
     @cached_property
     def is_given_back(self) -> Mask:
         """Which calls give memory back that no operator asked for: the program did, by `empty_cache`."""
-        names, frames = self.timeline.names, self.timeline.frames
-        frees = np.array(["Free" in name for name in names], bool)[self.timeline.spans.name]
-        calls = np.array([name.startswith("cuda") for name in names], bool)  # of the driver, on a virtual GPU
-        operator = self.outermost((frames.kind == FrameKind.OPERATOR) & ~calls[frames.name])
-        return (self.timeline.spans.kind == Kind.ALLOCATE) & frees & (operator == NONE)
+        operators = self.timeline.frames.kind == FrameKind.OPERATOR
+        asked = self.outermost(operators & ~self.frames_with(Role.GIVES_BACK)) != NONE
+        return (self.timeline.spans.role & Role.GIVES_BACK != 0) & ~asked
 
     @cached_property
     def reads_in_a_row(self) -> list[Ints]:
@@ -339,10 +344,7 @@ class Scene:
     def _path(self) -> Ints:
         """Of each frame, a number that frames entered along the same path of calls share."""
         frames = self.timeline.frames
-        canonical: dict[str, int] = {}
-        names = np.array(
-            [canonical.setdefault(_ADDRESS.sub("", name), len(canonical)) for name in self.timeline.names], np.int64
-        )
+        names = called_alike(self.timeline.names)
         path = np.zeros(len(frames) + 1, np.int64)  # the last place is for frames that stand in none
         for mine in self.frames_by_depth:
             above = path[frames.parent[mine]]

@@ -467,7 +467,7 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
     expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
     places = places_of(scene, expected)
     there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
-    asked = {place: _asked_of_rounds(scene, place, there[place]) for place in places}
+    asked = {place: _asked_of_rounds(scene, there[place]) for place in places}
     of_tables = [place for place in places if asked[place].fix == "one_table"]
     for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
         rows = np.concatenate([places[place] for place in mine])
@@ -482,12 +482,13 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
         yield Candidate(remedy, tuple(mine), (cause,), edit, bounds=limits, reason=said)
 
 
-def _asked_of_rounds(scene: Scene, place: Where, rounds: Sequence[CallRounds]) -> Remedy:
+def _asked_of_rounds(scene: Scene, rounds: Sequence[CallRounds]) -> Remedy:
     if any(scene.within(Role.TABLE)[one.first].any() for one in rounds):
         return PARTICULAR["one_table"]
     if all(one.sends(scene) for one in rounds):
         return PARTICULAR["sent_together"]
-    return PARTICULAR["fused" if place.library.startswith("torch/optim/") else "all_at_once"]
+    updates = all((scene.library_role[one.first] & Role.UPDATES != 0).any() for one in rounds)
+    return PARTICULAR["fused" if updates else "all_at_once"]
 
 
 def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:

@@ -467,7 +467,9 @@ class Story:
         for cause, finding in self.found.items():
             if cause not in told:
                 for place, mine in self._seen_in_vain(finding).items():
-                    taught = lesson(cause, place) if self.scene.timeline.facts.runs_once else why
+                    taught = (
+                        lesson(self.scene.timeline, cause, int(mine[0])) if self.scene.timeline.facts.runs_once else why
+                    )
                     held = round((spans.end[mine] - spans.start[mine]).sum() / per_step)
                     rows.append(Harmless(cause, place, len(mine) / per_step, taught, max(0, self.gain(cause)), held))
         return tuple(sorted(rows, key=lambda one: -one.count))

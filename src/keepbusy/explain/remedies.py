@@ -4,10 +4,10 @@ there, in a sentence; and what to do about it, as a fix's name, a sentence and a
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from keepbusy.explain.causes import Finding, Scene
 from keepbusy.explain.diagnosis import LateRank, SideLane, Where
 from keepbusy.timeline.figures import amount, times
-from keepbusy.timeline.frame_roles import DDP_FORWARD, INSTALLED, OWN_STEP, PROFILER_STEP, Owner, Role, source_line
+from keepbusy.timeline.frame_roles import INSTALLED, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Ints, Kind, Mask, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 
@@ -35,12 +35,12 @@ REMEDIES = {cause: Remedy(**told) for cause, told in _TABLES["usual"].items()}
 """By cause, where nothing more particular was seen."""
 PARTICULAR = {name: Remedy(**told) for name, told in _TABLES["particular"].items()}
 SYNCS = {
-    r"(?<!is_)nonzero|index|Index|masked_select|argwhere": "keep_shapes",
-    "repeat_interleave": "tell_output_size",
-    "unique|bincount": "tell_sizes",
-    "Synchronize": "drop_sync",
+    Role.CHOOSES: "keep_shapes",
+    Role.REPEATS: "tell_output_size",
+    Role.COUNTS: "tell_sizes",
+    Role.SYNCHRONIZES: "drop_sync",
 }
-"""Of a read, by what was called."""
+"""Of a read, by what the called operator does."""
 
 
 def setting_of(causes: Sequence[str], holders: Sequence[str]) -> str:
@@ -136,9 +136,8 @@ def kept_on_host(scene: Scene) -> Mask:
 
 def _of_memory(seen: PlacedCause) -> Remedy | None:
     """What is given back within no operator was asked for by the program; else no free piece fitted."""
-    timeline, rows = seen.scene.timeline, seen.finding.rows
-    names = [timeline.names[name] for name in timeline.spans.name[rows].tolist()]
-    of_device = 2 * sum("Malloc" in name for name in names) > sum("Free" not in name for name in names)
+    rows, role = seen.finding.rows, seen.scene.timeline.spans.role[seen.finding.rows]
+    of_device = 2 * np.count_nonzero(role & Role.ASKS_MEMORY) > np.count_nonzero(role & Role.GIVES_BACK == 0)
     return PARTICULAR["expanded"] if of_device and not seen.scene.is_given_back[rows].any() else None
 
 
@@ -166,10 +165,10 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["checkpoint"]
     if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
         return PARTICULAR["send_tensors"]
-    if "grad_scaler" in seen.where.library:
+    if (seen.scene.library_role[seen.rows] & Role.SCALER).any():
         return PARTICULAR["scaler"]
-    called, run = seen.where.operator, seen.scene.timeline.facts.run
-    known = next((PARTICULAR[name] for pattern, name in SYNCS.items() if re.search(pattern, called)), None)
+    called, run = _role_of_call(seen.scene.timeline, int(seen.rows[0])), seen.scene.timeline.facts.run
+    known = next((PARTICULAR[name] for role, name in SYNCS.items() if called & role), None)
     if known is None and run is not None and str(seen.where) in run.decides:
         return PARTICULAR["decided_here"]
     in_a_row = np.isin(seen.rows, [rows[0] for rows in seen.scene.reads_in_a_row]).all()
@@ -196,14 +195,10 @@ def _of_a_collective(seen: PlacedCause) -> Remedy | None:
 
 def _sends_buffers(scene: Scene, row: int) -> bool:
     """DDP broadcasts them before each forward pass, from within its own call."""
-    frames, names = scene.timeline.frames, scene.timeline.names
-    frame = int(scene.timeline.spans.frame[row])
-    broadcasts = frame != NONE and "broadcast" in names[frames.name[frame]]
-    while broadcasts and frame != NONE and frames.kind[frame] != FrameKind.PYTHON:
-        if names[frames.name[frame]] == DDP_FORWARD:
-            return True
-        frame = int(frames.parent[frame])
-    return False
+    frames, frame = scene.timeline.frames, int(scene.timeline.spans.frame[row])
+    broadcasts = frame != NONE and frames.role[frame] & Role.BROADCASTS
+    around = takewhile(lambda one: frames.kind[one] != FrameKind.PYTHON, frames.around(frame))
+    return bool(broadcasts) and any(frames.role[one] & Role.DDP_FORWARD for one in around)
 
 
 def _before_the_gradients(scene: Scene, row: int) -> bool:
@@ -226,6 +221,10 @@ def _of_work(seen: PlacedCause) -> Remedy | None:
     if _steps_offloaded(seen):
         return PARTICULAR["offloaded"]
     return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
+
+
+def _has_workers(seen: PlacedCause) -> bool:
+    return bool(seen.scene.within(Role.LOADER_WORKERS)[seen.rows].any())
 
 
 def _prepares(seen: PlacedCause) -> bool:
@@ -254,7 +253,7 @@ def _steps_offloaded(seen: PlacedCause) -> bool:
 
 
 def _writes(seen: PlacedCause) -> bool:
-    return "serialization" in seen.where.library
+    return bool(2 * np.count_nonzero(seen.scene.within(Role.WRITES)[seen.rows]) > len(seen.rows))
 
 
 _MAKERS = {"arange", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randperm", "zeros"}
@@ -275,7 +274,7 @@ CHOICES: dict[str, Callable[[PlacedCause], Remedy | None]] = {
     "launch_bound": _of_launches,
     "exposed_collective": _of_a_collective,
     "made_on_host": _of_a_maker,
-    "input_late": lambda seen: PARTICULAR["more_workers"] if "_MultiProcessing" in seen.where.operator else None,
+    "input_late": lambda seen: PARTICULAR["more_workers"] if _has_workers(seen) else None,
     "blocking_copy": _of_a_copy,
     "copy_not_overlapped": _of_a_copy,
     "host_sync": _of_a_sync,
@@ -285,18 +284,19 @@ CHOICES: dict[str, Callable[[PlacedCause], Remedy | None]] = {
 """Of causes with more than one remedy, who chooses by what was seen; none where the usual one fits."""
 
 
-_LESSONS = (
-    ("nonzero|index|masked_select|unique|where", "how many there are is known only to the GPU, so Python waits for it"),
-    ("Synchronize", "Python waits until all that was launched is done"),
-    ("item|_local_scalar_dense|is_nonzero|equal", "Python needs a value, so it waits until the GPU has computed it"),
-)
-"""What a reader should learn of a wait, by what was called."""
+_LESSONS = {
+    Role.CHOOSES | Role.COUNTS: "how many there are is known only to the GPU, so Python waits for it",
+    Role.SYNCHRONIZES: "Python waits until all that was launched is done",
+    Role.READS: "Python needs a value, so it waits until the GPU has computed it",
+}
+"""What a reader should learn of a wait, by what the called operator does."""
 
 
-def lesson(cause: str, where: Where) -> str:
-    """Of a line in a script without steps, where a wait costs nothing now and would in a loop."""
+def lesson(timeline: Timeline, cause: str, row: int) -> str:
+    """Of a row in a script without steps, where a wait costs nothing now and would in a loop."""
     if cause == "host_sync":
-        told = (sentence for pattern, sentence in _LESSONS if re.search(pattern, where.operator))
+        called = _role_of_call(timeline, row)
+        told = (sentence for role, sentence in _LESSONS.items() if called & role)
         return next(told, "Python needs what the GPU computes, so it waits until that is done")
     return {
         "blocking_copy": "Python waits until all of it is copied",
@@ -413,15 +413,28 @@ def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
 
 
 def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
+    """The name of the operator that the program called; of no operator, that of the call itself."""
+    names, frame = timeline.names, _called(timeline, chain)
+    if frame != NONE:
+        return names[timeline.frames.name[frame]]
+    return names[timeline.spans.name[row]] if timeline.spans.kind[row] != Kind.WORK else ""
+
+
+def _role_of_call(timeline: Timeline, row: int) -> int:
+    """What the same does."""
+    frame = _called(timeline, list(_frames_around(timeline, row)))
+    return int(timeline.spans.role[row] if frame == NONE else timeline.frames.role[frame])
+
+
+def _called(timeline: Timeline, chain: list[int]) -> int:
     """The outermost operator of the innermost run of operators: what the program called."""
-    frames, names = timeline.frames, timeline.names
-    found = ""
+    frames, found = timeline.frames, NONE
     for frame in chain:
         if frames.kind[frame] == FrameKind.OPERATOR and not frames.role[frame] & Role.BACKWARD:
-            found = names[frames.name[frame]]
-        elif found:
+            found = frame
+        elif found != NONE:
             break
-    return found or (names[timeline.spans.name[row]] if timeline.spans.kind[row] != Kind.WORK else "")
+    return found
 
 
 def _user_frame(timeline: Timeline, chain: list[int]) -> tuple[tuple[str, int, str, bool] | None, str]:
@@ -473,7 +486,7 @@ def _outermost(timeline: Timeline, row: int) -> int:
 
 def _counts_steps(timeline: Timeline, frame: int) -> bool:
     """It is around all of a step, with the step's number in its name: no place of the program."""
-    return timeline.names[timeline.frames.name[frame]].startswith((OWN_STEP, PROFILER_STEP))
+    return bool(timeline.frames.role[frame] & Role.STEP)
 
 
 def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:

@@ -141,8 +141,9 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
         header, tables, further = _tables(rest, budget)
         timeline = _timeline(header, tables)
         _check(timeline)
-        # what a frame does follows from its name: files are older than some roles, and than these columns
-        timeline = timeline.change(frames=described(timeline.frames, timeline.names))
+        # what frames and spans do follows from their names: files are older than some roles, and than these columns
+        frames, spans = described(timeline.frames, timeline.names), described(timeline.spans, timeline.names)
+        timeline = timeline.change(frames=frames, spans=spans)
         within = tuple(_read(bytes(one), path, budget) for one in further)
         if any(one.further for one in within):
             raise ValueError("moments within a moment")

@@ -1,19 +1,23 @@
-"""Whose a frame is and what it does in a program, told once, by the producer, from the names that PyTorch gives.
+"""Whose a frame is, and what it or a span does in a program, told once, by the producer, from the names that PyTorch
+and CUDA give.
 
-These names are the profiler's, and a virtual run writes the same ones. They become the columns `owner` and `role` of
-`Frames`, so that nobody who explains a timeline has to know them.
+These names are the profiler's, and a virtual run writes the same ones. They become the columns `owner` of `Frames` and
+`role` of `Frames` and `Spans`, so that nobody who explains a timeline has to know them.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
+from typing import TypeVar
 
 import numpy as np
 
-from keepbusy.timeline.model import Frames
+from keepbusy.timeline.model import Frames, Ints, Mask, Spans
+
+_Named = TypeVar("_Named", Frames, Spans)
 
 
 class Owner(IntEnum):
@@ -27,7 +31,7 @@ class Owner(IntEnum):
 
 
 class Role(IntFlag):
-    """What a frame does; several may hold."""
+    """What a frame or a span does; several may hold."""
 
     NONE = 0
     OPTIMIZER = 2
@@ -51,12 +55,25 @@ class Role(IntFlag):
     LAYER = 524288  # an operator that multiplies matrices: what comes next needs it
     TABLE = 1048576  # an operator on rows of a table, or on its sparse gradient
     THROUGH_HOST = 2097152  # a message to other ranks, from memory of the host
+    CHOOSES = 1 << 22  # an operator that takes out what a mask chooses: how much that is, only the GPU knows
+    REPEATS = 1 << 23  # one that repeats elements, each as often as a tensor says
+    COUNTS = 1 << 24  # one that makes as much as there are different values
+    SYNCHRONIZES = 1 << 25  # a call that does nothing but wait for the device
+    AWAITS_EVENT = 1 << 26  # of these, one that waits for an event
+    STEP = 1 << 27  # an annotation around a whole step, which has the step's number in its name
+    DDP_FORWARD = 1 << 28  # the forward pass of a module that DistributedDataParallel holds
+    BROADCASTS = 1 << 29
+    PAIRED = 1 << 30  # NCCL's kernel that sends and receives; all-to-all is made of it, too
+    ASKS_MEMORY = 1 << 31  # memory of the device is asked for
+    GIVES_BACK = 1 << 32  # memory is given back to the driver
+    WRITES = 1 << 33  # PyTorch's own Python that makes a file of tensors
+    SCALER = 1 << 34  # that of a GradScaler
+    UPDATES = 1 << 35  # that of PyTorch's own optimizers
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
 """What marks steps, the surest first."""
 OWN_STEP, PROFILER_STEP = STEP_MARKS[:2]
-DDP_FORWARD, EVENT_WAIT = "DistributedDataParallel.forward", "cudaEventSynchronize"
 
 _SCALARS = ("item", "_local_scalar_dense", "is_nonzero")
 _BEGINNINGS = (
@@ -73,7 +90,21 @@ _BEGINNINGS = (
     (("nccl:recv",), Role.RECEIVES),
     (("gloo:",), Role.THROUGH_HOST | Role.INTERNAL),
     (("nccl:", "DistributedDataParallel."), Role.INTERNAL),
+    (("DistributedDataParallel.forward",), Role.DDP_FORWARD),
+    (STEP_MARKS[:2], Role.STEP),
+    (("cudaEventSynchronize",), Role.AWAITS_EVENT),
 )
+_CONTAINED = (
+    (re.compile(r"Synchronize"), Role.SYNCHRONIZES),
+    (re.compile(r"^(site-packages/)?torch/serialization\.py"), Role.WRITES),
+    (re.compile(r"^(site-packages/)?torch/\S*/grad_scaler\.py"), Role.SCALER),
+    (re.compile(r"^(site-packages/)?torch/optim/"), Role.UPDATES),
+    (re.compile(r"broadcast"), Role.BROADCASTS),
+    (re.compile(r"SendRecv"), Role.PAIRED),
+    (re.compile(r"^(cuda|hip)Malloc(?!Host)|^cuMem(Create|Alloc)"), Role.ASKS_MEMORY),
+    (re.compile(r"^(cuda|hip)(Free|HostUnregister)|^cuMem(Free|AddressFree|Unmap|Release)"), Role.GIVES_BACK),
+)
+"""What others than operators hold in their names."""
 _OPERATORS = (
     (_SCALARS, Role.READS | Role.READS_SCALAR),
     (("nonzero", "equal", "unique2", "_unique2"), Role.READS),
@@ -81,6 +112,12 @@ _OPERATORS = (
     (("div_", "div", "mul_", "mul"), Role.SCALES),
     (("embedding", "embedding_bag", "_embedding_bag", "coalesce", "_coalesce", "sparse_mask"), Role.TABLE),
 )
+_SIZED = (
+    (re.compile(r"(?<!is_)nonzero|index|masked_select|where"), Role.CHOOSES),
+    (re.compile(r"repeat_interleave"), Role.REPEATS),
+    (re.compile(r"unique|bincount"), Role.COUNTS),
+)
+"""Operators whose result has a size that only the GPU knows."""
 _MAKES = re.compile(
     r"(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
     r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
@@ -109,10 +146,26 @@ _LIBRARIES = re.compile(
 )
 
 
-def described(frames: Frames, names: Sequence[str]) -> Frames:
-    """With `owner` and `role` as the names tell them."""
-    owner, role = np.array([(_owner(name), _role(name)) for name in names], np.int64).reshape(-1, 2).T
-    return frames.change(owner=owner[frames.name], role=role[frames.name])
+def described(table: _Named, names: Sequence[str]) -> _Named:
+    """With `role`, and of frames `owner`, as the names tell them."""
+    used = np.zeros(len(names), bool)
+    used[table.name] = True
+    told = table.change(role=_of_each(_role, names, used)[table.name])
+    return told.change(owner=_of_each(_owner, names, used)[table.name]) if isinstance(told, Frames) else told
+
+
+def _of_each(tell: Callable[[str], int], names: Sequence[str], used: Mask) -> Ints:
+    return np.array([tell(name) if known else 0 for name, known in zip(names, used.tolist(), strict=True)], np.int64)
+
+
+_ADDRESS = re.compile(r" object at 0x[0-9a-f]+|_\d+$")
+"""What differs in a frame's name from call to call: the address of an object, the number of a module."""
+
+
+def called_alike(names: Sequence[str]) -> Ints:
+    """Of each name a number, which those share that one call may have at different times."""
+    canonical: dict[str, int] = {}
+    return np.array([canonical.setdefault(_ADDRESS.sub("", name), len(canonical)) for name in names], np.int64)
 
 
 def source_line(name: str) -> tuple[str, int, str] | None:
@@ -141,12 +194,16 @@ def _role(name: str) -> int:
         operator = name.removeprefix(_ATEN)
         for operators, one in _OPERATORS:
             role |= one if operator in operators else 0
+        for pattern, one in _SIZED:
+            role |= one if pattern.search(operator) else 0
         role |= Role.MAKES if _MAKES.match(operator) else 0
         role |= Role.LAYER if _LAYER.match(operator) else 0
         role |= Role.SHAPES if _SHAPES.match(operator) else 0
     else:
         for beginnings, one in _BEGINNINGS:
             role |= one if name.startswith(beginnings) else 0
+        for pattern, one in _CONTAINED:
+            role |= one if pattern.search(name) else 0
         role |= Role.OBJECTS if _OBJECTS.match(name) else 0
         role |= Role.PIECE if _PIECE.match(name) else 0
     return int(role)

@@ -192,6 +192,7 @@ class Spans(Table):
     direction: Ints = column(np.int8)
     pinned: Ints = column(np.int8, NONE)  # 1, 0, or NONE where nobody knows
     recording: Ints = column(np.int64)  # what recording it is estimated to have cost the host
+    role: Ints = column(np.int64)  # flags of a Role of frame_roles, by its own name
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +217,7 @@ class Frames(Table):
     end: Ints = column(np.int64)
     sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
     owner: Ints = column(np.int8)  # an Owner of frame_roles
-    role: Ints = column(np.int32)  # flags of its Role
+    role: Ints = column(np.int64)  # flags of its Role
 
     def around(self, frame: int) -> Iterator[int]:
         """This frame and those that enclose it, from the inside out."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.frame_roles import DDP_FORWARD, EVENT_WAIT
+from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import LOOP
@@ -103,10 +103,8 @@ def without_timer_reads(timeline: Timeline) -> Timeline:
     PyTorch makes them in a model's first ten iterations, and in every hundredth from then on, so a window at the
     beginning of a run shows a host that waits for the device where every other step lets it run ahead.
     """
-    spans, names = timeline.spans, timeline.names
-    in_ddp = np.append(np.array([name == DDP_FORWARD for name in names], bool)[timeline.frames.name], False)
-    by_event = np.array([name.startswith(EVENT_WAIT) for name in names], bool)
-    reads = (spans.kind == Kind.SYNC) & by_event[spans.name] & in_ddp[spans.frame]
+    spans, in_ddp = timeline.spans, np.append(timeline.frames.role & Role.DDP_FORWARD != 0, False)
+    reads = (spans.kind == Kind.SYNC) & (spans.role & Role.AWAITS_EVENT != 0) & in_ddp[spans.frame]
     if not reads.any():
         return timeline
     links, note = timeline.links, "DDP waits for the GPU to read its own timers in its first ten steps: left out here."

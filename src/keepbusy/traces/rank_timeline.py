@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.frame_roles import Role, described
 from keepbusy.timeline.model import (
     NEVER,
     NONE,
@@ -82,10 +82,11 @@ def _as_traced(file: Trace, rank: int) -> Timeline:
     groups = np.array([_group_of(one, rank) for one in file.collectives] + [0], np.int64)  # one more stands for none
     members = [2 if one.peer >= 0 else one.group_size for one in file.collectives]
     spans, place = _spans(trace, groups)
+    names = (*file.names, UNRECORDED)
     timeline = Timeline(
         lanes=trace.lanes,
-        names=(*file.names, UNRECORDED),
-        spans=spans,
+        names=names,
+        spans=described(spans, names),
         frames=trace.frames,
         memory=_memory(trace),
         facts=_facts(file, dict(zip(groups.tolist(), members, strict=False))),

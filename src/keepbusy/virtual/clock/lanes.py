@@ -582,14 +582,14 @@ class Rows:
 
     def timeline(self, now: Mapping[int, int], facts: RunFacts) -> Timeline:
         """All so far. Frames still open end `now`, at the time of their lane."""
-        columns = self.columns()
+        columns, names = self.columns(), tuple(self.names)
         launch, latency = columns[-2], columns[-1]
         return Timeline(
             lanes=tuple(self.lanes),
-            names=tuple(self.names),
-            spans=Spans.of(columns.shape[1], **dict(zip(_COLUMNS, columns[:-2], strict=True))),
+            names=names,
+            spans=described(Spans.of(columns.shape[1], **dict(zip(_COLUMNS, columns[:-2], strict=True))), names),
             links=self._all_links(launch, latency),
-            frames=described(self._all_frames(now), tuple(self.names)),
+            frames=described(self._all_frames(now), names),
             # a mark stands at the next row of its thread; one at the very end has none yet
             marks=np.unique([row for row in self.steps() if row < self.spans.count]).astype(np.int64),
             memory=self._all_memory(),
