@@ -10,7 +10,7 @@ import pytest
 
 from keepbusy.virtual.clock import real_time
 from keepbusy.virtual.clock.lanes import HOOK_LIMIT, NOISE_LIMIT, HostThread, Rows
-from keepbusy.virtual.clock.real_time import HostTime, UncountedWork
+from keepbusy.virtual.clock.real_time import HostTime, Onlooker, UncountedWork
 
 US = 1_000
 
@@ -121,7 +121,7 @@ def test_the_clock_of_a_thread_that_has_ended_goes_on(monkeypatch: pytest.Monkey
     time = HostTime()
     waited = time._waited
     monkeypatch.setattr(os, "pread", gone)
-    assert time._time_without_core() == waited
+    assert time.without_core() == waited
 
 
 def place_in(file: str) -> tuple[CodeType, int]:
@@ -165,3 +165,35 @@ def test_a_loaders_workers_are_at_work_side_by_side() -> None:
     looks.add_batches([1_500_000 * US, 2_500_000 * US], workers=4)
     assert "leaves out at least 1.0 s" in looks.sentence()
     assert "chiefly the loader's workers (1.0 s)" in looks.sentence()
+
+
+def onlooker(place: Any = lambda frame: frame.f_lineno) -> tuple[Onlooker, HostThread]:
+    """Of the test's own thread."""
+    time = HostTime()
+    host = HostThread(Rows(), lane=0, real=time)
+    return Onlooker(host, time, place), host
+
+
+def test_where_the_program_is_within_a_call_of_ours_is_none_of_its_lines() -> None:
+    watcher, host = onlooker()
+    host.pause()
+    watcher.look()
+    assert watcher.take() == (0, [])
+    host.resume()
+    watcher.look()
+    assert len(watcher.take()[1]) == 1
+
+
+def test_what_the_program_does_during_a_look_is_not_what_the_look_cost() -> None:
+    """On a busy machine it may be a whole stretch of its work, and all of it was once taken off."""
+
+    def work_meanwhile(_: Any) -> int:
+        return sum(range(400_000)) and 7
+
+    watcher, _ = onlooker(work_meanwhile)
+    begun = real_time.perf_counter_ns()
+    watcher.look()
+    took = real_time.perf_counter_ns() - begun
+    cost, [(_, place)] = watcher.take()
+    assert place == 7
+    assert cost < took / 2

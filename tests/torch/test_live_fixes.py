@@ -231,7 +231,8 @@ def test_no_operator_passes_through_the_fixes() -> None:
     finally:
         sys.setprofile(None)
         fixes.end()
-    assert called - {"<lambda>", "_trained", "turn", "end", "backward", "is_ours"} == set()
+    # `_comes` is a garbage collection, which may come at any time
+    assert called - {"<lambda>", "_trained", "turn", "end", "backward", "is_ours", "_comes"} == set()
 
 
 def test_a_copy_that_would_wait_for_nothing_is_made_as_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,10 @@ class Machine:
         self._call_overhead = max(0, calls - _NATIVE_CALL)
         self._options = given
         self._begin()
-        self._onlooker = Onlooker(self.places.here)
+        host = self.clock.first_thread
+        assert isinstance(host.real, HostTime)
+        self._onlooker = Onlooker(host, host.real, self.places.here)
+        self._onlooker.begin()
 
     def _time_between_operators(self, one: Tensor, bias: Tensor) -> int:
         """In layers as a program has them: a short loop would find all of us cached."""

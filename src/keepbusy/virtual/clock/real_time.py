@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 from threading import get_ident
-from time import perf_counter_ns
+from time import clock_gettime_ns, perf_counter_ns, pthread_getcpuclockid
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +58,12 @@ class HostTime:
             self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # another kernel: real time is all there is
             self._file = -1
-        self._waited = self._time_without_core()
+        self._waited = self.without_core()
 
     def __call__(self) -> int:
         now, self._lost_before = perf_counter_ns(), self._lost
         if now - self._last_look > self._SHORTEST_WAIT:
-            waited = self._time_without_core()
+            waited = self.without_core()
             self._lost += waited - self._waited
             self._waited = waited
         self._last_look = now
@@ -73,7 +73,7 @@ class HostTime:
         """What it said at a moment between the last two looks. Time lost in between is taken as lost after it."""
         return min(moment - self._lost_before, self._last_look - self._lost)
 
-    def _time_without_core(self) -> int:
+    def without_core(self) -> int:
         """How long this thread has stood ready without running: the second number."""
         if self._file < 0:
             return 0
@@ -96,26 +96,43 @@ _THREAD_SWITCH = 20_000
 class Onlooker:
     """`looks` holds what was seen since it was last emptied: when, on the steady clock, and at which place."""
 
-    def __init__(self, place: Callable[[FrameType], int]) -> None:
+    def __init__(self, host: HostThread, time: HostTime, place: Callable[[FrameType], int]) -> None:
+        """`host`, with its time: of the thread that calls this."""
         self.looks: list[tuple[int, int]] = []
-        self._cost = 0
-        self._place = place
-        self._watched = threading.main_thread().ident
+        self._cost = self._ran = 0
+        self._host, self._time, self._place = host, time, place
+        self._watched = get_ident()
+        self._processor = pthread_getcpuclockid(self._watched)
+
+    def begin(self) -> None:
         # else it has its turn only once the program has been at work for 5 ms, or at the next line, which calls PyTorch
         sys.setswitchinterval(_INTERVAL / 4)
-        UnseenThread(self._look)
+        UnseenThread(self._go_on)
 
-    def _look(self) -> None:
-        clock, ran, never = time.pthread_getcpuclockid(self._watched or 0), 0, threading.Event()
+    def _go_on(self) -> None:
+        never = threading.Event()
         while not never.wait(_INTERVAL):
-            begun, ran_before, ran = perf_counter_ns(), ran, time.clock_gettime_ns(clock)
-            with at_rest():
-                frame = sys._current_frames().get(self._watched or 0)
-                if frame is not None:
-                    self.looks.append((begun, self._place(frame)))
-                del frame  # it would keep the program's variables alive
-            if ran - ran_before > _THREAD_SWITCH:  # a program that sleeps is not held up
-                self._cost += perf_counter_ns() - begun + _THREAD_SWITCH
+            self.look()
+
+    def look(self) -> None:
+        """Where the program is. What that cost it is how long it stood still meanwhile: on a busy machine a look may
+        take as long as the program's whole work beside it."""
+        if self._host.pauses:  # in a call of ours, whose time does not count, and which is no line of the program's
+            return
+        ran_before, self._ran = self._ran, clock_gettime_ns(self._processor)
+        moment, stood_still = self._stood_still()
+        with at_rest():
+            frame = sys._current_frames().get(self._watched)
+            if frame is not None:
+                self.looks.append((moment, self._place(frame)))
+            del frame  # it would keep the program's variables alive
+        if self._ran - ran_before > _THREAD_SWITCH:  # a program that sleeps is not held up
+            self._cost += self._stood_still()[1] - stood_still + _THREAD_SWITCH
+
+    def _stood_still(self) -> tuple[int, int]:
+        """Now, and for how long in all the program has neither run nor waited for a core."""
+        now = perf_counter_ns()
+        return now, now - clock_gettime_ns(self._processor) - self._time.without_core()
 
     def watches_caller(self) -> bool:
         return get_ident() == self._watched
@@ -150,10 +167,10 @@ class UncountedWork:
         UnseenThread(self._look)
 
     def _look(self) -> None:
-        clock, never = time.pthread_getcpuclockid(self._watched), threading.Event()
-        ran = time.clock_gettime_ns(clock)
+        clock, never = pthread_getcpuclockid(self._watched), threading.Event()
+        ran = clock_gettime_ns(clock)
         while not never.wait(_SLOW_INTERVAL):
-            before, ran = ran, time.clock_gettime_ns(clock)
+            before, ran = ran, clock_gettime_ns(clock)
             self.see(stacks_of([self._watched])[self._watched], ran - before)
 
     def see(self, stack: Sequence[tuple[CodeType, int]], ran: int) -> None:
