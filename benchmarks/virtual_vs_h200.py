@@ -190,6 +190,11 @@ def planted_in(folder: Path) -> Mapping[str, list[str]]:
     return score.PLANTED
 
 
+def device(given: str) -> str:
+    """What `--on` takes; each case runs in its own folder, so a file goes there by its whole path."""
+    return str(Path(given).resolve()) if given.endswith(".toml") else given
+
+
 def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stallbench", type=Path, nargs="?", help="a folder of cases/ and truth/")
@@ -197,7 +202,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--own", type=Path, metavar="CASES", help="a folder of cases elsewhere, with --truth")
     parser.add_argument("--truth", type=Path, action="append", default=[])
     parser.add_argument("--variants", default="stalled,fixed")
-    parser.add_argument("--on", default="h200", help="a device, or a .toml file by its whole path")
+    parser.add_argument("--on", default="h200", type=device, help="a device, or a .toml file")
     parser.add_argument("--clock", default="measured")
     parser.add_argument("--values", default="none", help="empty for a keepbusy run of its own choice")
     parser.add_argument("--steps", type=int, default=12)
