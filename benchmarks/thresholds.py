@@ -64,6 +64,13 @@ EXPLAINED = {
     "keepbusy.explain.ledger": (
         Threshold("GRAPH_SAVES", 0, "A graph saves 0.87 µs of the device for each of its kernels."),
     ),
+    "keepbusy.explain.remedies": (
+        Threshold(
+            "_collects",
+            lambda _: False,
+            "Host work that takes half to twice of what Python's garbage collector does in a step is the collector's.",
+        ),
+    ),
     "keepbusy.explain.plain": (
         Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
@@ -178,7 +185,7 @@ BOUNDS = {
     "keepbusy.explain.fix_plan": (
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK"),
     ),
-    "keepbusy.explain.run_plan": ("COMPILING",),
+    "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING"),
     "keepbusy.explain.diagnosis": ("UNLIMITED",),
     "keepbusy.explain.ledger": (
         *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),

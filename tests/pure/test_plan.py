@@ -35,7 +35,8 @@ from keepbusy.explain.diagnosis import (
 )
 from keepbusy.explain.fix_plan import candidates
 from keepbusy.explain.ledger import Story
-from keepbusy.explain.run_plan import plan_of_run, with_loader
+from keepbusy.explain.remedies import PARTICULAR
+from keepbusy.explain.run_plan import CAPTURING, plan_of_run, with_loader
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
@@ -183,6 +184,35 @@ def test_a_read_at_the_end_of_a_step_does_not_stand_in_the_way_of_a_graph() -> N
     found = told(lambda run: eager(run, 120).sync(at=[READ, *ITEM]))
     assert found.plan[0].fix == "graph"
     assert found.plan[0].needs == ()
+
+
+def test_what_forbids_a_graph_is_named_with_what_does_away_with_it() -> None:
+    """Two masks in the middle of a step: each waits for how many it chooses. The paragraph promises no more than the
+    plan, which expects a fifth of what launching takes."""
+
+    def routed(run: Run) -> None:
+        for number in range(180):
+            run.work(20).launch(5)
+            if number in (60, 120):
+                run.sync(at=[f"moe.py({number}): route", "aten::nonzero"])
+
+    found = told(routed)
+    cause = next(one for one in found.causes if one.cause == "launch_bound")
+    assert "in its middle (once a step at moe.py:60 and 1 more)" in cause.advice
+    assert PARTICULAR["keep_shapes"].advice in cause.advice
+    text = terminal.render(found, width=160)
+    assert text.count(" less (") == len(found.causes) - 1
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_loop_that_only_asks_a_model_is_no_training_step(trains: bool) -> None:
+    node = "autograd::engine::evaluate_function: AddBackward0"
+
+    def turn(run: Run) -> None:
+        for _ in range(120):
+            run.work(20).launch(5, at=["serve.py(7): main", *([node] if trains else []), "aten::add"])
+
+    assert ("train_step" in told(turn).plan[0].code) == trains
 
 
 @pytest.mark.parametrize(("every", "captured"), [(4, True), (2, False)])
@@ -755,6 +785,22 @@ def test_of_a_loop_no_more_is_saved_than_it_took_beside_what_its_gpu_computes() 
     loop = Part(LOOP, place="train.py:70", time=1_000 * MS, busy=990 * MS, turns=640)
     told = replace(HEALTHY, loops=(LoopDiagnosis("train.py:70", 640, own),), run=replace(TREE, parts=(loop,)))
     assert [one.run_gain for one in plan_of_run(told, ())] == [pytest.approx(1_000 * MS * (1 - 1 / 31.3), abs=1)]
+
+
+@pytest.mark.parametrize(("holder", "captures"), [("main", 1), ("fit", 5)])
+def test_a_graph_is_rehearsed_and_captured_in_each_call_of_the_function_that_holds_its_loop(
+    holder: str, captures: int
+) -> None:
+    """As in a cross validation: each call of `fit` makes a model of its own: 4 of its 96 turns stay as they are."""
+    steps = Part(LOOP, place="train.py:55", function=holder, time=2_400 * MS, turns=480)
+    folds = Part(LOOP, place="train.py:74", function="main", time=2_500 * MS, turns=5, parts=(steps,))
+    run = replace(TREE, time=2_500 * MS, busy=100 * MS, parts=(folds,))
+    graph = replace(shortened(5, 1), fix="graph", causes=("launch_bound",))
+    told = replace(HEALTHY, plain_step=5 * MS, ledger={"computing": MS // 10}, plan=(graph,), run=run)
+    told = replace(told, loop=steps.named, plain_runs={0: PlainRun("optimizer", 480, step=5 * MS, low=1, high=MS)})
+    [fix] = plan_of_run(told, ())
+    assert fix.run_gain == (480 - CAPTURING * captures) * 4 * MS
+    assert ("in each of 5 calls" in fix.reason) == (captures > 1)
 
 
 def test_what_the_gpu_does_when_the_host_has_left_the_loop_is_the_loops_still() -> None:

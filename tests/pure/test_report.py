@@ -209,6 +209,8 @@ def test_two_times_share_a_unit() -> None:
     assert figures.transition(0, ms(20)) == "0 → 20.0 ms"
     assert figures.duration(ms(0.003), ms(31.3)) == "<0.01 ms"
     assert figures.span_of(ms(8.4), ms(8.41), ms(31)) == "8.4"
+    assert figures.span_of(0, ms(0.31), ms(0.82)) == "0–310"
+    assert figures.span_of(0, ms(3.908), ms(0.82)) == "0–3.9 ms"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from keepbusy.explain import remedies
 from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.remedies import PARTICULAR, REMEDIES, SYNCS, Remedy
+from keepbusy.explain.run_plan import CAPTURING
 from keepbusy.report import words
 
 pytest.importorskip("torch")
@@ -52,6 +53,15 @@ def test_what_is_more_particular_is_asked_for_somewhere() -> None:
         for choice in re.findall(r"PARTICULAR\[(.+?)\]", file.read_text(encoding="utf-8")):
             asked.update(name for name in re.findall(r'"(\w+)"', choice.split(" if ")[0] + choice.partition("else")[2]))
     assert asked == set(PARTICULAR)
+
+
+def test_a_capture_takes_the_turns_that_are_foretold() -> None:
+    """Those that are rehearsed, and the one that is captured."""
+    from keepbusy.runtime.graph.graphed_step import EagerStream, Rehearsal
+
+    eager = EagerStream.__new__(EagerStream)
+    eager.step = len
+    assert len(Rehearsal(eager)._calls) + 1 == CAPTURING
 
 
 def test_every_cause_that_can_be_fixed_has_a_remedy() -> None:

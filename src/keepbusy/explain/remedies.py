@@ -77,20 +77,34 @@ def _of_a_late_rank(seen: PlacedCause) -> Remedy | None:
 
 def _of_launches(seen: PlacedCause) -> Remedy | None:
     """What would take them away has its price, which a script that runs once never earns back."""
-    facts, why = seen.scene.timeline.facts, _no_graph_because(seen.scene)
-    if facts.runs_once:
+    scene = seen.scene
+    if scene.timeline.facts.runs_once:
         return PARTICULAR["launched_once"]
-    if (seen.scene.timeline.spans.kind == Kind.COLLECTIVE).any():
+    if (scene.timeline.spans.kind == Kind.COLLECTIVE).any():
         return PARTICULAR["compiled_among_ranks"]
-    compiled = PARTICULAR["compiled"]
-    return compiled._replace(advice=compiled.advice.format(why=why)) if why else None
+    compiled, waits = PARTICULAR["compiled"], np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
+    if len(np.unique(scene.last_launch[waits])) > scene.steps:  # one place of waiting a step may be its end
+        return compiled._replace(advice=f"{compiled.advice} {_waits_in_the_middle(seen, waits)}")
+    if _launches_differ(scene):
+        return compiled._replace(advice=f"{compiled.advice} its steps differ in what they launch.")
+    operators = scene.timeline.frames.kind == FrameKind.OPERATOR
+    trains = scene.frames_with(Role.BACKWARD | Role.OPTIMIZER).any() or not operators.any()
+    return None if trains else PARTICULAR["inference_captured"]
 
 
-def _no_graph_because(scene: Scene) -> str:
-    """Why no graph can hold the whole step. One place of waiting a step may be its end: that one is no obstacle. Nor is
-    what few steps launch beyond all others, as a loss that is printed now and then: it stays outside."""
-    if len(np.unique(scene.last_launch[scene.is_sync & ~scene.waits_for_large_copy])) > scene.steps:
-        return "it reads values of the GPU in its middle"
+def _waits_in_the_middle(seen: PlacedCause, waits: Ints) -> str:
+    """Where nothing may wait if a graph is to hold the step, and what does away with the wait there."""
+    places = by_place(seen.scene, waits)
+    where = max(places, key=lambda place: len(places[place]))
+    often = times(len(places[where]) / seen.scene.steps / len(seen.scene.timeline.ranks))
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    remedy = _of_a_sync(seen._replace(where=where, rows=places[where])) or REMEDIES["host_sync"]
+    return f"it reads values of the GPU in its middle ({often} at {where}{more}). There: {remedy.advice}"
+
+
+def _launches_differ(scene: Scene) -> bool:
+    """Whether no graph can hold most steps. What few of them launch beyond all others, as a loss that is printed now
+    and then, stays outside."""
     timeline, spans = scene.timeline, scene.timeline.spans
     # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
     amount = spans.work if timeline.facts.virtual else spans.blocks
@@ -99,7 +113,7 @@ def _no_graph_because(scene: Scene) -> str:
     launched = np.stack([spans.name[rows], spans.size[rows], amount[rows]])
     edges = np.searchsorted(scene.launch[rows], timeline.marks)
     alike = Counter(one.tobytes() for one in np.split(launched, edges, axis=1)[1:])
-    return "" if 2 * max(alike.values()) > alike.total() else "its steps differ in what they launch"
+    return 2 * max(alike.values()) <= alike.total()
 
 
 def _of_a_copy(seen: PlacedCause) -> Remedy | None:

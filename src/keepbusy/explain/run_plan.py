@@ -31,6 +31,8 @@ from keepbusy.timeline.run_facts import (
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
+CAPTURING = 4
+"""Turns that stay as they are for each capture: the runtime rehearses three, and captures what it would have run."""
 _OF_STALLS = {"checkpoint": PARTICULAR["checkpoint"], "garbage collection": PARTICULAR["collect_between"]}
 """Remedies of stalls whose reason was seen."""
 
@@ -42,7 +44,8 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[Une
     parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
     parts += [_of_timed_stall(some, told) for some in _by_what_holds_up(told)]
     for one in told.loops:
-        fixes = (_of_all_steps(fix, one.turns) if one.turns else fix for fix in one.diagnosis.plan)
+        captures = _captures(one.place, told)
+        fixes = (_of_all_steps(fix, one.turns, captures) if one.turns else fix for fix in one.diagnosis.plan)
         parts.append(tuple(replace(fix, loop=one.place) for fix in fixes))
     parts += [*_idle_lines(told), *_idle_loops(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
@@ -159,7 +162,9 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     itself, and where the loop would be held up by it once the other fixes are made.
     """
     steps, use = told.steps_of_run, _awaited(uses, told)
-    known = [_of_all_steps(one, steps, _largest_gain(told)) for one in plan] if steps else list(plan)
+    known, captures = list(plan), _captures(told.loop, told)
+    if steps:
+        known = [_of_all_steps(one, steps, captures, _largest_gain(told)) for one in plan]
     if use is None:
         return tuple(known)
     rest = [one for one in known if one.fix != "prepare_in_workers"]
@@ -203,8 +208,24 @@ def _largest_gain(told: Diagnosis) -> int:
     return told.run.time if told.run.waits == NONE or len(told.ranks) > 1 else told.run.waits
 
 
-def _of_all_steps(one: PlannedFix, steps: int, most: int = 1 << 62) -> PlannedFix:
+def _captures(name: str, told: Diagnosis) -> int:
+    """How often a graph of this loop's turns is captured: in each call of the function that holds it, which may have
+    made the model, as in a cross validation. That is each turn of the next loop around in another function."""
+    loops = _loops_of(told)
+    inner = next((part for part in loops if part.named == name), None)
+    around = [part for part in loops if inner is not None and part is not inner and inner in part.within()]
+    outer = next((part for part in reversed(around) if inner and part.function != inner.function), None)
+    return max(1, outer.turns) if outer is not None else 1
+
+
+def _of_all_steps(one: PlannedFix, steps: int, captures: int, most: int = 1 << 62) -> PlannedFix:
     """With what it saves the run."""
+    if one.fix == "graph":
+        eager = CAPTURING * captures
+        calls = f", in each of {captures:,} calls of the function that holds the loop" if captures > 1 else ""
+        told = f"Until it is captured {CAPTURING} turns stay as they are{calls}."
+        reason = f"{one.reason} {told}".strip() if eager > NOISE * steps else one.reason
+        return replace(one, run_gain=min(one.gain * max(0, steps - eager), most), reason=reason)
     if one.fix != "compile":
         return replace(one, run_gain=min(one.gain * steps, most))
     after = f"after {max(1, COMPILING // max(1, one.gain)):,} steps" if one.gain else "never"

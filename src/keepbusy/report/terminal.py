@@ -186,10 +186,15 @@ def _causes(diagnosis: Diagnosis, width: int, detail: _Detail) -> Iterator[Rende
 
 def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: _Detail, width: int) -> Iterator[RenderableType]:
     step, shown = diagnosis.plain_step, look(cause.cause)
-    waits = f" · the GPU waits {duration(cause.wait, step)} a step for it, {share(cause.wait, step)}"
+    waits = f"GPU waits {duration(cause.wait, step)} a step for it, {share(cause.wait, step)}"
     explained = 2 * cause.wait >= step - cause.predicted.step  # else what is saved is not waiting but copying
+    # of what compiling takes away nobody knows how much: what is expected of it stands in the plan
+    gain = [] if cause.fix == "compile" else _prediction(step, cause.predicted)
     yield line((f"{number}  ", f"bold {shown.colour}"), (shown.sentence, STRONG), (f" · {cause.cause}", FAINT))
-    yield line(*_prediction(step, cause.predicted), waits if explained else "", indent=3)
+    if gain:
+        yield line(*gain, f" · the {waits}" if explained else "", indent=3)
+    else:
+        yield line(f"The {waits}", indent=3)
     if cause.same_wait_as:
         yield line(_same_wait(diagnosis, cause), indent=3)
     yield _place(cause, width)

@@ -20,9 +20,11 @@ def transition(before: int, after: int) -> str:
 
 
 def span_of(low: int, high: int, like: int) -> str:
-    """A range in the unit of `like`, which is named beside it: `8.4–10.1`."""
-    first, last = figure(low, like), figure(high, like)
-    return first if first == last else f"{first}–{last}"
+    """A range in the unit of `like`, which is named beside it: `8.4–10.1`. Beyond that it names its own: `0–3.9 ms`."""
+    unit = unit_of(max(like, high))
+    first, last = _in(unit, low), _in(unit, high)
+    own = "" if unit == unit_of(like) else f" {unit}"
+    return f"{first}{own}" if first == last else f"{first}–{last}{own}"
 
 
 def figure(time: int, like: int) -> str:
@@ -46,6 +48,8 @@ def unit_of(time: int) -> str:
 
 def _in(unit: str, time: int) -> str:
     value = time / NANOSECONDS[unit]
+    if not time:
+        return "0"
     if unit == "µs":
         return f"{value:.0f}" if abs(value) >= 10 else f"{value:.1f}"
     if unit == "s" or abs(value) < 0.095:
