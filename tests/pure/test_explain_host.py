@@ -299,6 +299,23 @@ def test_what_needs_a_value_and_is_needed_cannot_go_on_beside_the_gpu() -> None:
     assert fix.predicted.step < found.plain_step <= fix.predicted.high + found.noise  # at worst nothing of it can go
 
 
+def test_a_function_that_reads_and_works_for_what_is_copied_next_is_one_statement() -> None:
+    """`kept = suppress(boxes)` reads, and then compares boxes on the host; what it keeps goes back as indices."""
+
+    def body(run: Run) -> None:
+        run.launch(500)
+        with run.inside("detector.py(57): forward", exact=True):
+            with run.inside("detector.py(29): suppress", exact=True):
+                run.copy(64, 5, way=Direction.DEVICE_TO_HOST, at=["aten::to"])
+            with run.inside("detector.py(35): suppress", exact=True):
+                run.work(2_000, at=["aten::maximum"])
+        run.copy(64, 5, at=["aten::to"])
+        run.launch(10)
+
+    fix = told(body).plan[0]
+    assert (fix.fix, [str(place) for place in fix.where]) == ("compute_on_gpu", ["detector.py:57"])
+
+
 @pytest.mark.parametrize("change", [{"back": False}, {"statement": "ppo.py(206): main"}])
 def test_other_work_after_a_read_can_be_put_beside_it(change: dict[str, Any]) -> None:
     """It may need the value, and nobody waits for it; or it is another statement, as the next batch's preparation."""

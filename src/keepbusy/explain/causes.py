@@ -244,20 +244,23 @@ class Scene:
     @cached_property
     def needs_read(self) -> Ints:
         """Of each row the statement around it that read a value first, and makes of it what goes back to the device in
-        the same turn, as `envs.step(action.cpu())` does; or NONE. The GPU has nothing to do until that is done."""
-        spans, frames, marks = self.timeline.spans, self.timeline.frames, self.timeline.marks
-        line = self.innermost_line
-        exact = np.append(frames.kind == FrameKind.LINE, False)[line]
-        reads = np.flatnonzero(self.is_sync & exact & (spans.direction[self.copy_of_sync] == Direction.DEVICE_TO_HOST))
-        first = np.full(len(frames) + 1, len(spans), np.int64)
-        np.minimum.at(first, line[reads], reads)
-        around = self.outermost(first[:-1] < len(spans))
+        the same turn, as `envs.step(action.cpu())` does, or `kept = suppress(boxes)` of a function that reads; or NONE.
+        The GPU has nothing to do until that is done."""
+        spans, frames = self.timeline.spans, self.timeline.frames
+        result, exact = np.full(len(spans), NONE, np.int64), frames.kind == FrameKind.LINE
+        after = next_kept(spans.lane, self.command != NONE)  # of each row the next one that launches something
+        turn = np.searchsorted(self.timeline.marks, np.arange(len(spans)), side="right")
+        reads = self.is_sync & (spans.direction[self.copy_of_sync] == Direction.DEVICE_TO_HOST)
         back = (self.command != NONE) & (spans.direction[self.command] == Direction.HOST_TO_DEVICE)
-        after = next_kept(spans.lane, self.command != NONE)
-        same_turn = np.searchsorted(marks, after, side="right") == np.searchsorted(
-            marks, np.arange(len(spans)), "right"
-        )
-        return np.where((first[around] < np.arange(len(spans))) & back[after] & same_turn, around, NONE)
+        for read in np.flatnonzero(reads & back[after] & (turn[after] == turn)).tolist():
+            lines = [one for one in frames.around(int(spans.frame[read])) if exact[one]]
+            # the outermost statement that is over when the copy begins; else the one that reads and copies
+            over = [one for one in lines if frames.end[one] <= spans.start[after[read]]]
+            for statement in [*over[-1:], *lines[:1]][:1]:
+                rows = np.arange(read + 1, after[read])
+                inside = (spans.lane[rows] == spans.lane[read]) & (spans.start[rows] < frames.end[statement])
+                result[rows[inside]] = statement
+        return result
 
     @cached_property
     def hands_over_gradients(self) -> Mask:
