@@ -86,7 +86,6 @@ EXPLAINED = {
         ),
     ),
     "keepbusy.timeline.steps": (
-        Threshold("NOISE_OF_A_SCRIPT", 0.0, "Of a script, to wait for 3% of it is noise."),
         Threshold("OTHER_PART", INFINITE, "A step has parts where one of them launches a tenth more than another."),
         Threshold("RARE_STEP", 0.0, "A step is a rare one if it has a quarter more to do than others."),
         Threshold("LEAVES_LOOP", INFINITE, "A turn with four times the launches of others has left its loop."),
@@ -203,7 +202,7 @@ BOUNDS = {
     ),
     "keepbusy.timeline.ranks": ("SKEW", "SAME_CLOCK", "OTHER_CLOCK", "MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
     "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH", "USUAL_WORKERS"),
-    "keepbusy.timeline.steps": (),
+    "keepbusy.timeline.steps": ("NOISE_OF_A_SCRIPT",),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
     "keepbusy.virtual.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),
 }

@@ -40,7 +40,7 @@ from keepbusy.explain.run_plan import CAPTURING, plan_of_run, with_loader
 from keepbusy.report import as_json, run_report, terminal
 from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
-from keepbusy.timeline.model import Lane, Spans, Timeline
+from keepbusy.timeline.model import Direction, Lane, Spans, Timeline
 from keepbusy.timeline.run_facts import (
     FIRST_USE,
     IMPORTS,
@@ -243,6 +243,19 @@ def test_kernels_on_as_much_data_as_a_value_says_are_no_graph(known: bool) -> No
     fixes = [one.fix for one in told(chosen).plan]
     assert ("graph" in fixes) == (not known)
     assert ("compile" in fixes) == known
+
+
+@pytest.mark.parametrize(("size", "said"), [(75, True), (60, False)])
+def test_a_state_that_is_kept_on_the_host_between_turns_is_told(size: int, said: bool) -> None:
+    """A pool of states: some are copied to the GPU, and what became of them goes back."""
+
+    def drawn(run: Run) -> None:
+        run.copy(75 * MB, 9_000, at=["pool.py(42): main", "aten::to"])
+        run.launch(2_000)
+        run.copy(size * MB, 9_000, way=Direction.DEVICE_TO_HOST, at=["pool.py(49): main", "aten::to"])
+
+    reasons = {fix.reason for fix in told(drawn).plan}
+    assert any("if it is the same data, keep it there" in one for one in reasons) == said
 
 
 def test_a_busy_gpu_has_no_plan() -> None:

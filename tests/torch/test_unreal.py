@@ -82,6 +82,21 @@ def test_what_nobody_computed_is_finite(run) -> None:
     assert done.stdout.splitlines() == ["[True, False, False, False, True, False]"], done.stderr
 
 
+CHECKED = """\
+import torch
+import torch.nn.functional as F
+mean = torch.nn.Linear(8, 8).cuda()(torch.randn(4, 8, device="cuda"))
+drawn = torch.distributions.Normal(mean, mean.exp()).rsample()
+print(tuple(drawn.shape), tuple(F.one_hot(mean.argmax(dim=1)).shape), tuple(F.one_hot(mean.argmax(dim=1), 8).shape))
+"""
+
+
+def test_what_pytorch_checks_is_as_it_should_be(run) -> None:
+    """Else no distribution could be made. Labels read as zero: one class, unless the program says how many."""
+    done = run(CHECKED, before=("--values", "none", "--clock", "modelled", "--quiet"))
+    assert done.stdout.splitlines() == ["(4, 8) (4, 1) (4, 8)"], done.stderr
+
+
 ON_THE_HOST = """\
 import resource
 import torch

@@ -34,7 +34,7 @@ from keepbusy.explain.remedies import (
 )
 from keepbusy.timeline.figures import amount
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Ints, Kind, Mask
+from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Frames, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS
 
 Plan = tuple[PlannedFix, ...]
@@ -343,7 +343,7 @@ def _of_cause(scene: Scene, finding: Finding, found: Mapping[str, Finding]) -> I
             if finding.cause == "made_on_host" and "blocking_copy" in found:
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
             middle = finding.cause == "host_sync" and _in_the_middle(scene, rows)
-            usual = Candidate(remedy, tuple(places), (finding.cause,), edit, middle)
+            usual = Candidate(remedy, tuple(places), (finding.cause,), edit, middle, reason=_comes_back(scene, rows))
             yield set_apart(scene, usual) if set_apart else usual
 
 
@@ -370,6 +370,19 @@ def _kept_on_device(scene: Scene) -> Edit:
     edit.drop_wait[syncs] = True
     edit.work[syncs] = 0
     return edit
+
+
+def _comes_back(scene: Scene, rows: Ints) -> str:
+    """Of copies that these rows wait for or launch: that as much leaves the GPU as comes to it, in pieces of the same
+    sizes, like a state that is kept on the host between two turns. Whether it is the same data nobody knows."""
+    spans, large = scene.timeline.spans, scene.is_copy & (scene.timeline.spans.size > STAGED_BYTES)
+    home, inbound = (large & (spans.direction == way) for way in (Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE))
+    both = np.intersect1d(spans.size[home], spans.size[inbound])
+    mine = np.where(scene.copy_of_sync[rows] != NONE, scene.copy_of_sync[rows], scene.command[rows])
+    mine = mine[(mine != NONE) & (home | inbound)[mine]]
+    if not len(mine) or not np.isin(spans.size[mine], both).all():
+        return ""
+    return "Pieces of the same size leave the GPU and come to it: if it is the same data, keep it there."
 
 
 def _room_needed(scene: Scene) -> str:

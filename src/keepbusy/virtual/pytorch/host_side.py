@@ -38,7 +38,7 @@ from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.machine import CURRENT, MACHINE
 from keepbusy.virtual.pytorch import OPERATORS
-from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, pinned_copy, tensors_in
+from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, pinned_copy, tensors_in, to_host
 
 _LOADER = "enumerate(DataLoader)#"
 _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
@@ -60,6 +60,7 @@ def patch(patches: Patches, measured: bool) -> None:
     patches.wrap(torch.nn.Module, "__call__", _call_module)
     for module in (torch.autograd.graph, torch.autograd):
         patches.wrap(module, "_engine_run_backward", _run_backward)
+    patches.wrap(torch, "_is_all_true", _as_it_should_be)
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.nn.Module, "compile", _compile_module)
     ENDED.append(_mark_step)
@@ -172,6 +173,16 @@ def _run_backward(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return native(*args, **kwargs)
     finally:
         MACHINE.clock.leave()
+
+
+def _as_it_should_be(native: Callable[[Tensor], Tensor], checks: Tensor) -> Tensor:
+    """What PyTorch asks before it refuses an argument, as its distributions do: without values it holds, for else no
+    distribution could be made."""
+    answer = native(checks)
+    if not VALUES.known(answer):
+        to_host(answer).fill_(True)
+        VALUES.keep(answer)
+    return answer
 
 
 def _compile(_native: Callable[..., Any], model: Any = None, *_args: Any, **_options: Any) -> Any:
