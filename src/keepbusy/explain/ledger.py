@@ -173,8 +173,8 @@ class Forecast:
     plain: PlainTimeline
     other: PlainTimeline
     nothing: Edit  # that leaves the run as it was
-    _spent: dict[Edit, StepParts] = field(default_factory=dict)  # edits are compared by identity: each is replayed once
-    _predicted: dict[Edit, Prediction] = field(default_factory=dict)
+    _spent: dict[bytes, StepParts] = field(default_factory=dict)  # by what the edit changes: each is replayed once
+    _predicted: dict[bytes, Prediction] = field(default_factory=dict)
 
     @property
     def noise(self) -> int:
@@ -182,11 +182,11 @@ class Forecast:
 
     def spent(self, edit: Edit) -> StepParts:
         """How the fixed step is spent on the device."""
-        if edit not in self._spent:
+        if edit.digest not in self._spent:
             timeline, ratio = apply(self.plain.timeline, edit), self.plain.ratio
             known = busy(timeline, steady(timeline)).scaled(ratio)
-            self._spent[edit] = replace(known, step=known.step + self.plain.unseen)
-        return self._spent[edit]
+            self._spent[edit.digest] = replace(known, step=known.step + self.plain.unseen)
+        return self._spent[edit.digest]
 
     def step(self, edit: Edit) -> int:
         return min(self.plain.step, max(self._least(edit), round(self.spent(edit).step)))
@@ -202,7 +202,7 @@ class Forecast:
         return self.plain.step - self.step(edit)
 
     def predict(self, edit: Edit) -> Prediction:
-        if edit not in self._predicted:
+        if edit.digest not in self._predicted:
             step, spread = self.step(edit), self.noise // 2
             other = round(self.other.ratio * pace(apply(self.other.timeline, edit))) + self.other.unseen
             other = min(self.plain.step, other)
@@ -210,8 +210,8 @@ class Forecast:
             if (alike := self.plain.alike) < 1:  # what was not seen may gain nothing, or go altogether
                 low = max(min(step, self._least(edit)), round(alike * low))
                 high = self.plain.step - round(alike * (self.plain.step - high))
-            self._predicted[edit] = Prediction(step, max(0, low), high)
-        return self._predicted[edit]
+            self._predicted[edit.digest] = Prediction(step, max(0, low), high)
+        return self._predicted[edit.digest]
 
 
 EXACT_ORDERS = 5

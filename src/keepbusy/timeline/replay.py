@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -39,6 +41,10 @@ _KERNEL, _SYNC = int(Kind.KERNEL), int(Kind.SYNC)
 
 Release: TypeAlias = tuple[int, int, bool]  # row of the source, lag, whether its end (else its start) counts
 Row: TypeAlias = tuple[int, int, int, int, int, Sequence[int], int, Sequence[Release], int]
+Pair: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""A launch and the command after it, which nothing else releases: row, lag and work of the launch; then of the command,
+with its lag after the launch behind its lag on the stream."""
+Stretch: TypeAlias = tuple[int, int, Sequence[Pair], Sequence[Row]]  # of a host lane to a stream; then any rows
 
 
 @dataclass(frozen=True)
@@ -100,42 +106,81 @@ def steady(timeline: Timeline) -> Replayed:
 
 def run(timeline: Timeline, rounds: int = 1, brief: bool = False) -> Replayed:
     """`brief`: work that nothing waits for is joined to the host row after it, and has no times of its own."""
-    engine = _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool), rounds)
-    for _ in range(rounds):
-        engine.round()
-    start, end = np.array(engine.start, np.int64), np.array(engine.end, np.int64)
-    return Replayed(start, end, np.array(engine.progress, np.int64), engine.steps, rounds)
+    return _Engine(timeline, _joined(timeline) if brief else np.zeros(len(timeline), bool), rounds).replayed()
 
 
 class _Engine:
-    """The clocks of all lanes, and the one loop that moves them."""
+    """The clocks of all lanes, and the loops that move them."""
 
     def __init__(self, timeline: Timeline, skipped: Mask, rounds: int) -> None:
         count, lanes = len(timeline), len(timeline.lanes)
-        self.rows, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
+        self.timeline, self.kept, self.rounds, self.done = timeline, ~skipped, rounds, 0
+        self.program, self.clocks = _program(timeline, skipped), _first_clocks(timeline)
         self.start, self.end = [NEVER] * count, [NEVER] * count
         self.marks = set(timeline.marks_of(timeline.ranks[0]).tolist()) if count else set()
+        self.at_marks: list[list[int]] = []
+        """How far each lane was at each mark that was passed."""
         meeting = timeline.spans.meeting
         self.parts = np.bincount(meeting[meeting >= 0]).tolist() if (meeting >= 0).any() else []
         self.arrived: dict[int, list[tuple[int, int, int, int]]] = {}
-        commands = np.bincount(timeline.spans.lane[timeline.on_device], minlength=lanes)
+        self.commands = rounds * np.bincount(timeline.spans.lane[timeline.on_device], minlength=lanes)
         # a queue that would hold all commands of all rounds is never full, however large it is said to be
-        most = rounds * int(commands.max(initial=0)) + 1
-        self.limit = min(timeline.facts.pending_limit or PENDING_LIMIT, most)
-        self.rings, self.places = [[NEVER] * (self.limit if held else 0) for held in commands.tolist()], [0] * lanes
-        last = rounds * len(self.marks) - 1
-        self.steps = max(1, rounds - max(1, rounds // 3) - 1) * len(self.marks)
-        """The last ones of the run, over which its pace is taken."""
-        self.passed, self.telling = -1, {last - self.steps, last}
-        self.progress: list[list[int]] = []
+        self.limit = min(timeline.facts.pending_limit or PENDING_LIMIT, int(self.commands.max(initial=0)) + 1)
+        self.ended = [[NEVER] * (self.limit if held else 0) for held in self.commands.tolist()]
+        """Of each lane the ends of its commands. A queue is full until the one ends that is `limit` places back."""
+
+    def replayed(self) -> Replayed:
+        """All rounds. Once a round has only repeated the one before it, what is left is known."""
+        left, advance = self.rounds, np.zeros(len(self.clocks), np.int64)
+        while left:
+            before = self.clocks.copy(), self.start.copy(), self.end.copy()
+            self.round()
+            left -= 1
+            if 0 < left < self.rounds - 1 and (repeated := self._advance(*before)) is not None:
+                advance = repeated
+                break
+        ahead = np.where(self.kept, left * advance[self.timeline.spans.lane], 0)
+        start, end = np.array(self.start, np.int64) + ahead, np.array(self.end, np.int64) + ahead
+        marks = len(self.marks)
+        steps, last = max(1, self.rounds - max(1, self.rounds // 3) - 1) * marks, self.rounds * marks - 1
+        progress = [self._at(mark, advance) for mark in (last - steps, last) if mark >= 0]
+        return Replayed(start, end, np.array(progress, np.int64), steps, self.rounds)
 
     def round(self) -> None:
-        """Every row once. Plain loops over plain lists: this is where all the time goes."""
-        clocks, start, end, rings, places = self.clocks, self.start, self.end, self.rings, self.places
-        marks, limit, times = self.marks, self.limit, (start, end)
-        for index, lane, kind, work, lag, awaits, launches, releases, meeting in self.rows:
+        """Every row once. Plain loops over plain lists: this and what it calls is where all the time goes."""
+        for lane, stream, pairs, rows in self.program:
+            if pairs:
+                self._launch(lane, stream, pairs)
+            if rows:
+                self._play(rows)
+        self.done += 1
+
+    def _launch(self, lane: int, stream: int, pairs: Sequence[Pair]) -> None:
+        """What nearly all of a program is, as quickly as it can be done; `_play` would do the same."""
+        start, end, ended, full = self.start, self.end, self.ended[stream], -self.limit
+        host, device = self.clocks[lane], self.clocks[stream]
+        for launch, lag, work, command, gap, latency, lasts in pairs:
+            host += lag
+            start[launch] = host
+            device += gap
+            if host + latency > device:
+                device = host + latency
+            if ended[full] > host:
+                host = ended[full]
+            host += work
+            end[launch] = host
+            start[command] = device
+            device += lasts
+            end[command] = device
+            ended.append(device)
+        self.clocks[lane], self.clocks[stream] = host, device
+
+    def _play(self, rows: Sequence[Row]) -> None:
+        clocks, start, end, ended = self.clocks, self.start, self.end, self.ended
+        marks, full, times = self.marks, -self.limit, (start, end)
+        for index, lane, kind, work, lag, awaits, launches, releases, meeting in rows:
             if index in marks:
-                self._pass()
+                self.at_marks.append(clocks.copy())
             begin = reached = clocks[lane] + lag
             for source, later, whole in releases:
                 released = times[whole][source] + later
@@ -143,12 +188,12 @@ class _Engine:
                     reached = released
             if kind >= _KERNEL:
                 start[index] = reached
-                if meeting >= 0:
-                    self._meet(meeting, (reached, index, lane, work), launches != CONTINUED)
-                    continue
                 if launches != CONTINUED:
-                    places[lane] = (places[lane] + 1) % limit
-                rings[lane][places[lane] - 1] = reached + work
+                    ended[lane].append(ended[lane][full])
+                if meeting >= 0:
+                    self._meet(meeting, (reached, index, lane, work))
+                    continue
+                ended[lane][-1] = reached + work
             elif kind == _SYNC:
                 start[index] = begin
                 for other in awaits:
@@ -156,29 +201,75 @@ class _Engine:
                         reached = clocks[other]
             else:
                 start[index] = reached
-                if launches >= 0 and rings[launches][places[launches]] > reached:
-                    reached = rings[launches][places[launches]]  # the queue of that stream is full
+                if launches >= 0 and ended[launches][full] > reached:
+                    reached = ended[launches][full]
             end[index] = clocks[lane] = reached + work
 
-    def _pass(self) -> None:
-        """A mark: where each lane stands there, if the pace is taken from it."""
-        self.passed += 1
-        if self.passed in self.telling:
-            self.progress.append(self.clocks.copy())
-
-    def _meet(self, meeting: int, part: tuple[int, int, int, int], queued: bool) -> None:
-        """A part has come, with a place of its own in the queue; after the last one all leave, as they came."""
-        lane = part[2]
-        self.places[lane] = (self.places[lane] + queued) % self.limit
+    def _meet(self, meeting: int, part: tuple[int, int, int, int]) -> None:
+        """A part has come, and has its place in the queue; after the last one all leave, as they came."""
         arrived = self.arrived.setdefault(meeting, [])
         arrived.append(part)
         if len(arrived) == self.parts[meeting]:
             last = max(when for when, *_ in self.arrived.pop(meeting))
             for _, row, lane, work in arrived:
-                self.end[row] = self.clocks[lane] = self.rings[lane][self.places[lane] - 1] = last + work
+                self.end[row] = self.clocks[lane] = self.ended[lane][-1] = last + work
+
+    def _at(self, mark: int, advance: Ints) -> Ints:
+        """Where each lane is at this mark of the whole run."""
+        beyond = mark - len(self.at_marks)
+        if beyond < 0:
+            return np.array(self.at_marks[mark], np.int64)
+        rounds, place = divmod(beyond, len(self.marks))
+        return np.array(self.at_marks[place - len(self.marks)], np.int64) + (rounds + 1) * advance
+
+    def _advance(self, clocks: list[int], start: list[int], end: list[int]) -> Ints | None:
+        """Of each lane by how much later this round did exactly what the one before it did; None if it did not.
+
+        It stays so if no lane may be held up by one that advances more quickly. What advances more slowly than what it
+        releases falls behind, and never holds it up again.
+        """
+        marks = len(self.marks)
+        now, then = [*self.at_marks[-marks:], self.clocks], [*self.at_marks[-2 * marks : -marks], clocks]
+        moved = np.array(now, np.int64) - np.array(then, np.int64)
+        advance, rows = moved[-1], np.flatnonzero(self.kept)
+        if self.arrived or (moved != advance).any():
+            return None
+        for before, after in ((start, self.start), (end, self.end)):
+            moved = np.array(after, np.int64)[rows] - np.array(before, np.int64)[rows]
+            if (moved != advance[self.timeline.spans.lane[rows]]).any():
+                return None
+        for stream in self._streams_in_full:
+            issued = (len(self.ended[stream]) - self.limit) // self.done
+            queue = np.array(self.ended[stream][-self.limit - issued :], np.int64)
+            if (queue[issued:] - queue[:-issued] != advance[stream]).any():
+                return None
+        by, lane = self._holding_up
+        return advance if (advance[by] <= advance[lane]).all() else None
+
+    @cached_property
+    def _streams_in_full(self) -> Ints:
+        """Those with so many commands that their queues may be full before the run has ended."""
+        return np.flatnonzero(self.commands >= self.limit)
+
+    @cached_property
+    def _holding_up(self) -> tuple[Ints, Ints]:
+        """Lanes by which others may be held up, and each of those others."""
+        spans, links = self.timeline.spans, self.timeline.links
+        met = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.meeting >= 0))
+        first = np.zeros(len(self.parts), np.int64)
+        first[spans.meeting[met]] = spans.lane[met]
+        first = first[spans.meeting[met]]
+        stream = launched_lane(self.timeline)
+        full = np.flatnonzero(np.isin(stream, self._streams_in_full))
+        awaits = [(other, row[1]) for *_, rows in self.program for row in rows for other in row[5]]
+        by, lane = np.array(awaits, np.int64).reshape(-1, 2).T
+        return (
+            np.concatenate([by, spans.lane[links.source], stream[full], first, spans.lane[met]]),
+            np.concatenate([lane, spans.lane[links.target], spans.lane[full], spans.lane[met], first]),
+        )
 
 
-def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
+def _program(timeline: Timeline, skipped: Mask) -> list[Stretch]:
     """Every row as plain Python numbers: numpy scalars would cost more than the arithmetic."""
     spans, kept = timeline.spans, np.flatnonzero(~skipped)
     meeting = np.where(spans.kind == Kind.COLLECTIVE, spans.meeting, NONE)
@@ -186,18 +277,47 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Row]:
     launches = np.where(continues_launch(timeline), CONTINUED, launched_lane(timeline))
     waits = (spans.awaits != NONE) & (spans.kind < Kind.KERNEL)  # a call for memory may wait as a sync does
     kind = np.where(waits, Kind.SYNC, spans.kind)
-    columns = (np.arange(len(timeline)), spans.lane, kind, spans.work, lag)
-    awaited, releases = _awaited_lanes(timeline, np.flatnonzero(waits)), _releases(timeline)
-    return list(
+    usual = (kind != Kind.SYNC) & (meeting == NONE) & (launches != CONTINUED)
+    place, link = _paired(timeline, kept, usual, launches)
+    launch, command = kept[place], kept[place + 1]
+    columns = [launch, lag[launch], spans.work[launch]]
+    columns += [command, lag[command], timeline.links.lag[link], spans.work[command]]
+    pairs = list(zip(*[column.tolist() for column in columns], strict=True))
+    alone = np.ones(len(kept), bool)
+    alone[place] = alone[place + 1] = False
+    others = kept[alone]
+    awaited, releases = _awaited_lanes(timeline, np.flatnonzero(waits)), _releases(timeline, others)
+    rows = list(
         zip(
-            *[column[kept].tolist() for column in columns],
-            map(awaited.__getitem__, kept.tolist()),
-            launches[kept].tolist(),
-            [releases.get(row, ()) for row in kept.tolist()],
-            meeting[kept].tolist(),
+            *[column[others].tolist() for column in (np.arange(len(timeline)), spans.lane, kind, spans.work, lag)],
+            map(awaited.__getitem__, others.tolist()),
+            launches[others].tolist(),
+            [releases.get(row, ()) for row in others.tolist()],
+            meeting[others].tolist(),
             strict=True,
         )
     )
+    lane, stream = spans.lane[launch], spans.lane[command]
+    begins = np.append(True, (np.diff(place) > 2) | (np.diff(lane) != 0) | (np.diff(stream) != 0))[: len(place)]
+    first = np.flatnonzero(begins)
+    of_pairs, of_rows = [*first.tolist(), len(pairs)], [*(place[first] - 2 * first).tolist(), len(rows)]
+    stretches = zip(lane[first].tolist(), stream[first].tolist(), pairwise(of_pairs), pairwise(of_rows), strict=True)
+    found = ((lane, stream, pairs[slice(*some)], rows[slice(*more)]) for lane, stream, some, more in stretches)
+    return [(NONE, NONE, [], rows[: of_rows[0]]), *found]
+
+
+def _paired(timeline: Timeline, kept: Ints, usual: Mask, launches: Ints) -> tuple[Ints, Ints]:
+    """Where among the rows kept a launch stands before its command, which nothing else releases; and the link there."""
+    spans, links = timeline.spans, timeline.links
+    usual[timeline.marks] = False
+    releases, link = np.bincount(links.target, minlength=len(timeline)), np.zeros(len(timeline), np.int64)
+    link[links.target] = np.arange(len(links))
+    launch, command = kept[:-1], kept[1:]
+    place = np.flatnonzero(usual[launch] & usual[command] & (releases[launch] == 0) & (releases[command] == 1))
+    launch, command, link = launch[place], command[place], link[command[place]]
+    paired = (links.source[link] == launch) & (links.kind[link] == LinkKind.LAUNCH)
+    paired &= timeline.on_device[command] & ~timeline.on_device[launch] & (launches[launch] == spans.lane[command])
+    return place[paired], link[paired]
 
 
 def _awaited_lanes(timeline: Timeline, waiting: Ints) -> list[Sequence[int]]:
@@ -240,8 +360,8 @@ def _work_before(timeline: Timeline, joined: Mask) -> Ints:
     return np.where(joined | lane_start, 0, before)
 
 
-def _releases(timeline: Timeline) -> dict[int, list[Release]]:
-    links = timeline.links
+def _releases(timeline: Timeline, rows: Ints) -> dict[int, list[Release]]:
+    links = timeline.links.take(np.isin(timeline.links.target, rows))
     releases = defaultdict[int, list[Release]](list)
     whole = links.kind != LinkKind.LAUNCH
     each = zip(links.source.tolist(), links.lag.tolist(), whole.tolist(), strict=True)
