@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from build import Run, gaps, loop
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import loops, timelines
 
 from keepbusy.timeline.model import NEVER, NONE, Kind, LinkKind, Timeline, settle
-from keepbusy.timeline.replay import replay, run
+from keepbusy.timeline.replay import _Engine, replay, run
 from keepbusy.timeline.steps import whole_steps
 
 seldom = settings(max_examples=120)
@@ -163,6 +165,31 @@ def assert_the_same(timeline: Timeline, rounds: int) -> None:
     known = brief.end > NEVER // 2
     assert (brief.start[known] == full.start[known]).all()
     assert (brief.end[known] == full.end[known]).all()
+
+
+@given(loops(), st.integers(3, 9))
+@seldom
+def test_what_is_told_ahead_is_what_every_row_of_every_round_comes_to(timeline: Timeline, rounds: int) -> None:
+    """And a launch played with its command is played as the two rows that they are."""
+    whole = whole_steps(settle(timeline))
+    quick, no_rows = run(whole, rounds), np.zeros(0, np.int64)
+    with (
+        patch("keepbusy.timeline.replay._Engine._advance", return_value=None),
+        patch("keepbusy.timeline.replay._paired", return_value=(no_rows, no_rows)),
+    ):
+        every = run(whole, rounds)
+    np.testing.assert_array_equal(quick.start, every.start)
+    np.testing.assert_array_equal(quick.end, every.end)
+    np.testing.assert_array_equal(quick.progress, every.progress)
+
+
+@pytest.mark.parametrize("kernel", [20, 199])
+def test_a_run_is_told_ahead_once_it_repeats_itself(kernel: int) -> None:
+    """Whether it is the host that sets the pace, or the device once its queue is full: ten rounds are not played."""
+    whole = whole_steps(loop(lambda run: run.work(55).launch(kernel=kernel), pending_limit=20))
+    with patch("keepbusy.timeline.replay._Engine.round", autospec=True, side_effect=_Engine.round) as played:
+        assert run(whole, rounds=10).pace == {20: 60_000, 199: 200_000}[kernel]
+    assert played.call_count < 10
 
 
 def test_what_somebody_waits_for_is_not_joined() -> None:
