@@ -309,12 +309,12 @@ def _program(timeline: Timeline, skipped: Mask) -> list[Stretch]:
 def _paired(timeline: Timeline, kept: Ints, usual: Mask, launches: Ints) -> tuple[Ints, Ints]:
     """Where among the rows kept a launch stands before its command, which nothing else releases; and the link there."""
     spans, links = timeline.spans, timeline.links
-    usual[timeline.marks] = False
     releases, link = np.bincount(links.target, minlength=len(timeline)), np.zeros(len(timeline), np.int64)
     link[links.target] = np.arange(len(links))
-    launch, command = kept[:-1], kept[1:]
-    place = np.flatnonzero(usual[launch] & usual[command] & (releases[launch] == 0) & (releases[command] == 1))
-    launch, command, link = launch[place], command[place], link[command[place]]
+    usual, releases = usual[kept] & ~np.isin(kept, timeline.marks), releases[kept]
+    place = np.flatnonzero(usual[:-1] & usual[1:] & (releases[:-1] == 0) & (releases[1:] == 1))
+    launch, command = kept[place], kept[place + 1]
+    link = link[command]
     paired = (links.source[link] == launch) & (links.kind[link] == LinkKind.LAUNCH)
     paired &= timeline.on_device[command] & ~timeline.on_device[launch] & (launches[launch] == spans.lane[command])
     return place[paired], link[paired]
