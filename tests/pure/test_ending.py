@@ -150,6 +150,22 @@ def test_signals_to_a_forked_child_are_none_of_its_parents() -> None:
     assert said(ended(forks)) == (0, "7\nfinished\n", "")
 
 
+def test_a_signal_that_a_forked_child_gets_at_once_is_its_own() -> None:
+    """Before it has begun to be a child: as where a pool ends workers that it has just begun."""
+    soon = "import keepbusy.instrument.script as script\nscript._PATIENCE = 0\n"
+    first = "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
+    forks = (
+        "for _ in range(9):\n"
+        "    child = os.fork()\n"
+        "    if not child:\n        time.sleep(20)\n        os._exit(0)\n"
+        "    os.kill(child, signal.SIGTERM)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=' ')\n"
+        "time.sleep(0.3)\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)\n"
+    )
+    for before in (soon, soon + first):
+        assert said(ended(forks, before=before)) == (0, "-15 " * 9 + "set()\nfinished\n", "")
+
+
 def test_an_interrupt_while_all_is_done_shows_no_traceback() -> None:
     done = ended("", before="Ending(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n")
     assert said(done) == (0, "finished\n", "")

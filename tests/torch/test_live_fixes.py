@@ -515,6 +515,11 @@ def test_gradients_travel_once_a_step_and_the_weights_are_the_same(gradients: di
     late_gradients_ranks.check(name, gradients[name])
 
 
+def test_a_child_that_the_program_forks_tells_nothing_of_its_fixes(run: Any) -> None:
+    forks = "import os, sys, torch\nchild = os.fork()\nif not child: sys.exit()\nos.waitpid(child, 0)\n"
+    assert run(forks, before=("--fix", "--clock", "modelled")).stdout.count("keepbusy --fix") == 1
+
+
 def test_a_traceback_shows_the_programs_own_frames(run: Any) -> None:
     finished = run(
         """

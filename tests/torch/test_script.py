@@ -116,6 +116,36 @@ def test_warnings_as_errors_find_none_of_ours(tmp_path: Path) -> None:
     assert said(ours) == said(plain)
 
 
+def test_what_pytorch_warns_of_is_said_of_the_programs_lines(tmp_path: Path) -> None:
+    warned = "import torch\nx = torch.ones(2)\nfor _ in range(2):\n    torch.tensor(x)\ntorch.tensor(x, device='cpu')\n"
+    (tmp_path / "train.py").write_text(warned)
+    plain = python(tmp_path, "train.py")
+    assert plain.stderr.count("it is recommended") == 2
+    for options in ((), ("--fix",)):
+        assert run(tmp_path, *MODELLED, *options, "train.py").stderr.splitlines()[:4] == plain.stderr.splitlines()
+
+
+FAILS = """\
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+layer, x = torch.nn.Linear(2, 2).to(device), torch.ones(3, 3, device=device)
+try:
+    layer(x)
+except RuntimeError:
+    try:
+        x @ x[:2]
+    except RuntimeError as error:
+        raise ExceptionGroup("both", [error])
+"""
+
+
+def test_a_traceback_shows_no_frame_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    plain, ours = both(tmp_path, "train.py")
+    assert plain.stderr.count("RuntimeError") == 3
+    assert said(ours)[1:] == said(plain)[1:]
+
+
 SPAWNED = """\
 import multiprocessing, dataclasses
 @dataclasses.dataclass

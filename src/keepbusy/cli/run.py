@@ -242,6 +242,7 @@ def _fix(
             streams.show("\n", told, "\n")
 
     atexit.register(tell)
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(tell))
 
 
 def _plan_without(

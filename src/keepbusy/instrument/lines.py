@@ -12,6 +12,7 @@ import gc
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -202,6 +203,24 @@ def is_importing(file: str) -> bool:
 def is_ours(file: str) -> bool:
     """Ours, or Python's own way of importing: code in whose midst the program cannot be left."""
     return (file.startswith(OURS) or is_importing(file)) and file != _SCRIPT
+
+
+def warn_program(text: str) -> None:
+    """A warning at the program's line, out of ours."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
+_CALL = compile("native(*args, **kwargs)", "", "eval")
+
+
+def call_at_program(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What C++ warns of is said of the line that calls it: here that is the program's, out of ours."""
+    frame = next(one for one in outwards(sys._getframe(1)) if not is_ours(one.f_code.co_filename))
+    call = _CALL.replace(co_filename=frame.f_code.co_filename, co_firstlineno=frame.f_lineno)
+    return eval(call, frame.f_globals, {"native": native, "args": args, "kwargs": kwargs})
 
 
 def _program() -> str:

@@ -28,8 +28,10 @@ COMPILE: list[Callable[[bytes, str], CodeType]] = [
     lambda source, path: compile(source, path, "exec", dont_inherit=True)
 ]
 """How a script becomes code; the last one counts."""
-_BETWEEN = tuple(f"{OURS}{room}{os.sep}" for room in ("recording", "fix", f"runtime{os.sep}graph"))
-"""What stands between the program's own frames where it is recorded or fixed."""
+_BETWEEN = tuple(
+    f"{OURS}{room}{os.sep}" for room in ("instrument", "recording", "virtual", "fix", f"runtime{os.sep}graph")
+)
+"""What stands between the program's own frames where it is recorded or fixed, or has a virtual GPU."""
 
 
 def find(script: str) -> Path:
@@ -175,8 +177,8 @@ def flush(*streams: TextIO | None) -> None:
             stream.flush()  # type: ignore[union-attr]
 
 
-def _show(error: BaseException) -> None:
-    """The program's traceback, as Python shows it: without our frames at its top and in between."""
+def _leave_us_out(error: BaseException) -> None:
+    """Our frames, at the top of its traceback and in between."""
     frames = list[TracebackType]()
     stack = error.__traceback__
     while stack is not None:
@@ -187,6 +189,24 @@ def _show(error: BaseException) -> None:
     for outer, inner in pairwise([*frames, None]):
         outer.tb_next = inner  # type: ignore[union-attr]
     error.__traceback__ = frames[0] if frames else None
+
+
+def _told_with(error: BaseException) -> list[BaseException]:
+    """This exception, and all that Python shows with it: those before it, and those of a group."""
+    told, to_come = dict[int, BaseException](), [error]
+    while to_come:
+        one = to_come.pop()
+        if id(one) not in told:
+            told[id(one)] = one
+            more = one.__cause__, one.__context__, *getattr(one, "exceptions", ())
+            to_come += [each for each in more if each is not None]
+    return [*told.values()]
+
+
+def _show(error: BaseException) -> None:
+    """The program's traceback, as Python shows it."""
+    for one in _told_with(error):
+        _leave_us_out(one)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
@@ -234,6 +254,7 @@ class Ending:
         self._finish, self._in_handler, self._process = finish, in_handler, os.getpid()
         self._signal, self._depth = 0, sys.getrecursionlimit()
         self._handled, self._wakeup, self._patches = threading.Event(), -1, Patches()
+        self._forking = threading.local()
         self._is_awaited = False  # that a call of ours ends, and then the program
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread() and _get(signal.SIGTERM) is signal.SIG_DFL:
@@ -241,7 +262,7 @@ class Ending:
             for name in ("signal", "getsignal"):
                 self._patches.replace(signal, name, self._without_ours)
             self._hear_signals()
-            os.register_at_fork(after_in_child=self._let_go)
+            os.register_at_fork(before=self._hold, after_in_parent=self._hold_no_more, after_in_child=self._in_child)
 
     def by(self, number: int) -> None:
         """Once all is done the process is to die of this signal, as Python dies of a KeyboardInterrupt."""
@@ -321,6 +342,18 @@ class Ending:
 
     def _is_ours(self) -> bool:
         return bool(_get(signal.SIGTERM) == self._terminated)
+
+    def _hold(self) -> None:
+        """A child that is forked has our handler and our pipe at first: what is sent to it then would be its parent's,
+        and it would not die of it."""
+        self._forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+    def _hold_no_more(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+    def _in_child(self) -> None:
+        self._let_go()
+        self._hold_no_more()
 
     def _let_go(self) -> None:
         """At the program's end, and in a child that it forks."""

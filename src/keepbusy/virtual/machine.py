@@ -340,19 +340,17 @@ class Machine:
                 return host
         return to_host(tensor)
 
-    def lacks_memory(self, error: RuntimeError, device: int) -> Exception | None:
-        """What to raise where the host had no memory for a device's tensor: the device may have none either."""
+    def raise_for_memory(self, error: RuntimeError, device: int) -> None:
+        """Where the host had no memory for a device's tensor: the device may have none either."""
         size = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
         if size is None:
-            return None
-        try:
-            self.memory.free(self.memory.allocate(device, int(size[1]), self.stream(device)))
-        except OutOfMemory as full:
-            return torch.OutOfMemoryError(str(full))
-        return MemoryError(
+            return
+        block = self._block(device, int(size[1]), self.stream(device))
+        self.memory.free(block)
+        raise MemoryError(
             f"keepbusy computes the values of {size[1]} bytes in this machine's memory, and there is not enough of it; "
             "a smaller program fits, or one that runs with --values none."
-        )
+        ) from None
 
     def _release(self, memory: _DeviceMemory) -> None:
         if self._memory.get(memory.address) is memory:

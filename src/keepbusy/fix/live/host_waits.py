@@ -117,23 +117,19 @@ class DeferredCopies:
 
     def _copy_(self, plain: Function) -> Function:
         @left_alone
-        def copy_(target: Tensor, source: Any, non_blocking: bool = False) -> Any:
-            if is_ours() or not isinstance(source, Tensor):
-                return plain(target, source, non_blocking)
-            self._note_pinned(source, non_blocking)
-            if source.is_cuda and not target.is_cuda and non_blocking:
+        def copy_(target: Tensor, other: Any, non_blocking: bool = False) -> Any:
+            if is_ours() or not isinstance(other, Tensor):
+                return plain(target, other, non_blocking)
+            self._note_pinned(other, non_blocking)
+            if other.is_cuda and not target.is_cuda and non_blocking:
                 self.brings_home = True
             fits = (
-                self.switch.on
-                and target.is_cuda
-                and not non_blocking
-                and _may_be_sent(source)
-                and not source.is_pinned()
+                self.switch.on and target.is_cuda and not non_blocking and _may_be_sent(other) and not other.is_pinned()
             )
             if not fits or target.requires_grad or type(target) is not Tensor:
-                return plain(target, source, non_blocking)
-            staged = torch.empty(source.shape, dtype=target.dtype, device="cpu", pin_memory=True)
-            plain(staged, source)
+                return plain(target, other, non_blocking)
+            staged = torch.empty(other.shape, dtype=target.dtype, device="cpu", pin_memory=True)
+            plain(staged, other)
             self.switch.count()
             return plain(target, staged, True)
 
@@ -143,6 +139,8 @@ class DeferredCopies:
         @left_alone
         def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
             device = kwargs.get("device")
+            if isinstance(data, Tensor):  # which PyTorch warns of
+                return lines.call_at_program(plain, data, *args, **kwargs)
             if is_ours() or not self.switch.on or device is None or not isinstance(data, list | tuple | int | float):
                 return plain(data, *args, **kwargs)
             with suppress(RuntimeError, TypeError):

@@ -10,7 +10,6 @@ import functools
 import sys
 import tomllib
 import types
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
-from keepbusy.instrument.lines import is_ours
+from keepbusy.instrument.lines import warn_program
 from keepbusy.virtual.clock.lanes import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
@@ -48,7 +47,7 @@ def _set_sync_debug(mode: int) -> None:
         raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
     if not _SyncDebug.introduced:
         _SyncDebug.introduced = True
-        _warn_program(
+        warn_program(
             "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
         )
     _SyncDebug.mode = mode
@@ -60,15 +59,7 @@ def announce_sync() -> None:
         text = "called a synchronizing CUDA operation"
         if _SyncDebug.mode == _RAISE:
             raise RuntimeError(text)
-        _warn_program(text)
-
-
-def _warn_program(text: str) -> None:
-    """A warning at the program's line, out of ours."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, UserWarning, stacklevel=level)
+        warn_program(text)
 
 
 _no_shared_events = refusal("has no events that processes share")

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import _utils, dataloader
 
 from keepbusy.instrument import ENDED
-from keepbusy.instrument.lines import OURS
+from keepbusy.instrument.lines import OURS, call_at_program
 from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
@@ -96,8 +96,14 @@ class HostOperator:
 def _make(name: str, native: Callable[..., Any], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
     """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
     with HostOperator(name):
-        made = native(*args, **kwargs)
+        made = _at_program(native, args)(*args, **kwargs)
     return pin(made) if pin_memory else made
+
+
+def _at_program(native: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Where a tensor is made of another one PyTorch warns, of the line that called it."""
+    warns = getattr(native, "__name__", "") == "tensor" and args and isinstance(args[0], Tensor)
+    return partial(call_at_program, native) if warns else native
 
 
 def _fill(name: str, native: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -387,7 +393,8 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         # a large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes
         unread = name in OPERATORS["initialise"] and not VALUES.real and type(given) is Parameter and not given.is_cuda
         with PythonCalls() if _of_shards(args) else nullcontext():
-            made = given if unread and given.nbytes > CARRIED_SIZE else func(*args, **(kwargs or {}))
+            left_out = unread and given.nbytes > CARRIED_SIZE
+            made = given if left_out else _at_program(func, args)(*args, **(kwargs or {}))
         if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
             _price(name, args, made)
         return made

@@ -354,7 +354,8 @@ class Kernel:
                 out = kwargs.pop("out", None)
                 made = _OF_MORE_TYPES[self.short](*args, **kwargs)
                 return made if out is None else out.copy_(made)
-            raise MACHINE.lacks_memory(error, CURRENT.device) or error from None
+            MACHINE.raise_for_memory(error, CURRENT.device)
+            raise
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
         """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""

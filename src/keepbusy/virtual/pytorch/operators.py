@@ -356,7 +356,8 @@ def _blank(make: Callable[..., Tensor], sizes: tuple[Any, ...], options: dict[st
     try:
         host = make(*sizes, device=CPU, **options)
     except RuntimeError as error:
-        raise MACHINE.lacks_memory(error, device) or error from None
+        MACHINE.raise_for_memory(error, device)
+        raise
     if MACHINE.recording is not None:
         host.zero_()  # what lies in a graph's memory must not stop the host's operators, which look at indices
     return MACHINE.place_on(host, device)
