@@ -299,6 +299,19 @@ def test_what_needs_a_value_and_is_needed_cannot_go_on_beside_the_gpu() -> None:
     assert fix.predicted.step < found.plain_step <= fix.predicted.high + found.noise  # at worst nothing of it can go
 
 
+@pytest.mark.parametrize(("operator", "fix"), [("aten::index", "keep_on_device"), ("aten::sort", "move_off_the_loop")])
+def test_rows_that_are_picked_on_the_host_and_copied_could_be_picked_on_the_gpu(operator: str, fix: str) -> None:
+    """`images = bank[chosen].to("cuda")`; other work before a copy makes what is copied."""
+
+    def body(run: Run) -> None:
+        run.work(4_000, at=["bank.py(28): hardest", operator])
+        run.copy(50_000_000, 1_000, at=["bank.py(40): main", "aten::to"])
+        run.launch(2_000)
+
+    first = told(body).plan[0]
+    assert (first.fix, [str(place) for place in first.where]) == (fix, ["bank.py:28"])
+
+
 def test_a_function_that_reads_and_works_for_what_is_copied_next_is_one_statement() -> None:
     """`kept = suppress(boxes)` reads, and then compares boxes on the host; what it keeps goes back as indices."""
 

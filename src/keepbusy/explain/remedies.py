@@ -17,7 +17,7 @@ from keepbusy.explain.causes import Finding, Scene
 from keepbusy.explain.diagnosis import LateRank, SideLane, Where
 from keepbusy.timeline.figures import amount, times
 from keepbusy.timeline.frame_roles import INSTALLED, Owner, Role, source_line
-from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Ints, Kind, Mask, Timeline, next_kept
 from keepbusy.timeline.run_facts import RunFacts
 
 
@@ -234,6 +234,8 @@ def _of_work(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["collect_between"]
     if _steps_offloaded(seen):
         return PARTICULAR["offloaded"]
+    if _picks(seen):
+        return PARTICULAR["picked_on_gpu"]
     return PARTICULAR["needs_the_value"] if (seen.scene.needs_read[seen.rows] != NONE).all() else None
 
 
@@ -247,6 +249,20 @@ def _prepares(seen: PlacedCause) -> bool:
     work = scene.timeline.spans.work[seen.rows]
     layers = np.append(scene.frames_with(Role.LAYER) & ~scene.launch_free, False)
     return bool(2 * work[layers[frame]].sum() > work.sum())
+
+
+def _picks(seen: PlacedCause) -> bool:
+    """Whether rows are taken out of what stays on the host and go to the GPU next, or come from it and go there."""
+    scene, spans = seen.scene, seen.scene.timeline.spans
+    command, large = np.append(scene.command, NONE), scene.is_copy & (spans.size > STAGED_BYTES)
+    after = command[next_kept(spans.lane, scene.command != NONE)[seen.rows]]
+    before = command[scene.last_launch[seen.rows]]
+    goes, came = (
+        np.append(large & (spans.direction == way), False)[one]
+        for way, one in ((Direction.HOST_TO_DEVICE, after), (Direction.DEVICE_TO_HOST, before))
+    )
+    work = spans.work[seen.rows]
+    return bool(2 * work[scene.within(Role.PICKS)[seen.rows] & (goes | came)].sum() > work.sum())
 
 
 def _collects(seen: PlacedCause) -> bool:

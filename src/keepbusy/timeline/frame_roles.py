@@ -69,6 +69,7 @@ class Role(IntFlag):
     WRITES = 1 << 33  # PyTorch's own Python that makes a file of tensors
     SCALER = 1 << 34  # that of a GradScaler
     UPDATES = 1 << 35  # that of PyTorch's own optimizers
+    PICKS = 1 << 36  # an operator that takes rows out of a tensor by their numbers, or puts them there
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -114,10 +115,11 @@ _OPERATORS = (
 )
 _SIZED = (
     (re.compile(r"(?<!is_)nonzero|index|masked_select|where"), Role.CHOOSES),
+    (re.compile(r"^(getitem|setitem|gather|take|index(_select|_copy_?|_put_?)?|_index_put_impl_)$"), Role.PICKS),
     (re.compile(r"repeat_interleave"), Role.REPEATS),
     (re.compile(r"unique|bincount"), Role.COUNTS),
 )
-"""Operators whose result has a size that only the GPU knows."""
+"""Operators that choose or count, most of them so that only the GPU knows the size of their result."""
 _MAKES = re.compile(
     r"(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
     r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
