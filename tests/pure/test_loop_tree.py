@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 import weakref
@@ -426,6 +427,16 @@ def test_the_loop_in_which_the_gpu_waits_longest_comes_first(train: Watched) -> 
     ]
     assert len(found[0].ends) == 20
     assert all(train.looks.turns[jump] for jump in found[0].jumps)
+
+
+def test_loops_are_those_of_the_source_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`keepbusy fix` runs a candidate as the file that it is to change."""
+    file = tmp_path / "train.py"
+    assert read_source(str(file)) == ""
+    file.write_text("for one in range(3): pass\n")
+    assert read_source(str(file)) == file.read_text()
+    monkeypatch.setitem(linecache.cache, str(file), (5, None, ["pass\n"], str(file)))
+    assert read_source(str(file)) == "pass\n"
 
 
 def test_another_process_finds_the_loop_by_where_it_stands(train: Watched) -> None:

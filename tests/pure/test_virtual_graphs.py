@@ -342,6 +342,29 @@ def test_replays_are_the_steps_once_the_warm_up_is_over() -> None:
     assert {Kind(timeline[row].kind) for row in timeline.marks.tolist()} == {Kind.LAUNCH}
 
 
+def test_an_optimizer_s_step_within_a_graph_is_one_at_each_replay() -> None:
+    """And the last batch, of another shape, is a step like those before it."""
+    on = clock()
+    stream = on.new_stream()
+
+    def step(number: int) -> None:
+        on.enter(FrameKind.ANNOTATION, f"Optimizer.step#SGD.step{number}")
+        operator(on, stream, 10)
+        on.leave()
+
+    step(0)
+    on.capture(stream)
+    step(1)
+    graph = on.end_capture(stream)
+    for _ in range(3):
+        on.replay(graph, stream)
+    step(2)
+    timeline = on.timeline()
+    names = [timeline[row].name for row in timeline.marks.tolist()]
+    assert [at for at, name in enumerate(names) if name == "cudaGraphLaunch"] == [2, 3, 4], names
+    assert len(names) == 6
+
+
 def test_steps_that_go_on_beside_the_replays_stay_the_steps() -> None:
     on, stream = captured(10)
     graph = on.end_capture(stream)

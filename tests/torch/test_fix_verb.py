@@ -202,6 +202,45 @@ def test_a_turn_of_many_launches_is_written_as_a_graph(folder: Path) -> None:
     assert "+    loss = train_step(x)\n" in done.stdout
 
 
+LOGGED = """\
+import torch
+
+def train(model, optimizer, batches):
+    for step, x in enumerate(batches):
+        x = x.cuda()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        if step % 10 == 0:
+            print(loss.item())
+
+def test(model, batches):
+    with torch.no_grad():
+        for x in batches:
+            print(model(x.cuda()).mean().item())
+
+def main():
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(12)]).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+    batches = [torch.ones(8, 16)] * 19 + [torch.ones(4, 16)]
+    train(model, optimizer, batches)
+    test(model, batches[:4])
+
+torch.manual_seed(0)
+main()
+"""
+
+
+def test_the_steps_of_a_candidate_are_the_turns_of_its_own_loop(folder: Path) -> None:
+    """Which stands at other lines than in the file. That the last batch has another shape keeps the graph's own
+    replays from being the steps."""
+    (folder / "train.py").write_text(LOGGED)
+    done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
+    assert "\ncapture a CUDA graph at train.py:" in done.stdout, done
+    assert "+    def train_step(x):\n" in done.stdout, done
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

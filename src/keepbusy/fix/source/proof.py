@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import linecache
 import os
 import random
 import sys
@@ -41,7 +42,10 @@ def begin(peek: Peek, rank: Callable[[], int]) -> None:
     sources: dict[str, str] = asked["sources"]
 
     def compiled(source: bytes, path: str) -> CodeType:
-        return script.COMPILE[0](sources.get(str(Path(path).resolve()), "").encode() or source, path)
+        candidate = sources.get(str(Path(path).resolve()), "")
+        if candidate:  # also for who reads source by its lines, as Python's tracebacks and we do to find loops
+            linecache.cache[path] = len(candidate), None, candidate.splitlines(keepends=True), path
+        return script.COMPILE[0](candidate.encode() or source, path)
 
     def reading(plain: Function) -> Function:
         def get_code(loader: Any, name: str) -> CodeType | None:

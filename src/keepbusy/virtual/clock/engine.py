@@ -209,7 +209,10 @@ class Clock:
             host.go_to(place)
             host.work_until_border()
             host.open(int(kind), name)
-            host.marks += [mark for mark in MARKS if name.startswith(mark)]
+            marks = [mark for mark in MARKS if name.startswith(mark)]
+            host.marks += marks
+            for graph in self._captures.values() if marks else ():
+                graph.marks += marks
         host.resume()
 
     def leave(self) -> None:
@@ -565,7 +568,7 @@ class Clock:
             self._refuse("cudaGraphLaunch", self._captures.get(stream), unsafe=False)
             if not graph.nodes:
                 return
-            host.marks.append(graph.mark)
+            host.marks += graph.marks
             call = self._call(host, line, "cudaGraphLaunch", costs.graph + costs.graph_node * len(graph.nodes))
             before, lines = line.pending(), {}
             for number, captured in enumerate(graph.streams()):

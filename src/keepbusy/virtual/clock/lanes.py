@@ -404,7 +404,9 @@ class Graph:
         self.origin, self.mode, self.thread = origin, mode, thread
         self.nodes: list[Node] = []
         self.failed = False
-        self.mark = f"Graph#{next(_numbers)}"  # what its replays begin, if they are the run's steps
+        self.marks = [f"Graph#{next(_numbers)}"]
+        """What each replay begins, if those are the run's steps: also what began while it was captured, as an
+        optimizer's step. So turns that are replayed and turns that are not, as a last batch of another shape, count alike."""
         self._done = {origin: {origin: 0}}  # of each of its streams: how many commands of each come before its next one
         self._known: dict[int, dict[int, int]] = {}  # the same, before its last one
 
