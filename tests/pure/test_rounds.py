@@ -114,6 +114,18 @@ def test_an_optimizer_does_its_parameters_at_once() -> None:
     assert one is found.plan[0]
 
 
+def test_a_checkpoint_is_written_tensor_by_tensor() -> None:
+    """No call does it at once, and `torch.func.vmap` least of all."""
+
+    def saved(run: Run) -> None:
+        rest(run)
+        with run.inside("train.py(9): main", "torch/serialization.py(1310): _save"):
+            for _ in range(40):
+                run.work(30, at=["aten::copy_"]).launch(4, at=["aten::copy_"])
+
+    assert fixes(told(saved)) == []
+
+
 def test_what_an_optimizer_calls_back_is_not_its_own_loop() -> None:
     """As in trainers, whose whole step is a closure of the optimizer's."""
 

@@ -31,6 +31,7 @@ from keepbusy.explain.remedies import (
     kept_on_host,
     places_of,
     remedy_for,
+    writes_checkpoint,
 )
 from keepbusy.timeline.figures import amount
 from keepbusy.timeline.frame_roles import Role
@@ -475,10 +476,12 @@ class Pipeline(NamedTuple):
 
 
 def _of_rounds(scene: Scene) -> Iterator[Candidate]:
-    """What a loop does to one small thing after another, as one call. All tables are one change."""
+    """What a loop does to one small thing after another, as one call. All tables are one change. A checkpoint is written
+    tensor by tensor, whoever writes it."""
     rounds = list(rounds_of(scene))
     expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
-    places = places_of(scene, expected)
+    of_places = places_of(scene, expected).items()
+    places = {place: rows for place, rows in of_places if not writes_checkpoint(scene, rows)}
     there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
     asked = {place: _asked_of_rounds(scene, there[place]) for place in places}
     of_tables = [place for place in places if asked[place].fix == "one_table"]

@@ -68,7 +68,7 @@ def remedy_for(scene: Scene, finding: Finding, where: Where, rows: Ints) -> Reme
 
 def _of_a_late_rank(seen: PlacedCause) -> Remedy | None:
     """What only one rank does can be shared, or written later; what all do can be dealt out evenly."""
-    if _writes(seen):
+    if writes_checkpoint(seen.scene, seen.rows):
         return PARTICULAR["checkpoint"]
     if (seen.scene.loader_frame[seen.rows] != NONE).all():
         return PARTICULAR["late_loader"]
@@ -131,7 +131,7 @@ def _of_a_copy(seen: PlacedCause) -> Remedy | None:
     if seen.finding.cause == "copy_not_overlapped":
         return PARTICULAR["beside"] if back.sum() == copies.sum() or runs_once else None
     if spans.work[back].sum() > spans.work[copies & ~back].sum():
-        return PARTICULAR["checkpoint" if _writes(seen) else "copy_back_later"]
+        return PARTICULAR["checkpoint" if writes_checkpoint(seen.scene, seen.rows) else "copy_back_later"]
     if spans.size[copies].max(initial=0) <= STAGED_BYTES:
         return PARTICULAR["keep_on_device"]
     is_pinned = spans.pinned[copies].all()  # from there nobody waits but who asks to
@@ -175,7 +175,7 @@ def allocator_told(facts: RunFacts) -> str:
 
 
 def _of_a_sync(seen: PlacedCause) -> Remedy | None:
-    if _writes(seen):
+    if writes_checkpoint(seen.scene, seen.rows):
         return PARTICULAR["checkpoint"]
     if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
         return PARTICULAR["send_tensors"]
@@ -226,7 +226,7 @@ def _before_the_gradients(scene: Scene, row: int) -> bool:
 
 def _of_work(seen: PlacedCause) -> Remedy | None:
     """Not all that holds Python up is work of the program's own, nor can all of it go on beside the GPU."""
-    if _writes(seen):
+    if writes_checkpoint(seen.scene, seen.rows):
         return PARTICULAR["checkpoint"]
     if _prepares(seen):
         return PARTICULAR["pad_lengths"]
@@ -282,8 +282,8 @@ def _steps_offloaded(seen: PlacedCause) -> bool:
     return bool(2 * steps > spans.work[seen.rows].sum() and scene.within(Role.SHARDS)[launches].any())
 
 
-def _writes(seen: PlacedCause) -> bool:
-    return bool(2 * np.count_nonzero(seen.scene.within(Role.WRITES)[seen.rows]) > len(seen.rows))
+def writes_checkpoint(scene: Scene, rows: Ints) -> bool:
+    return bool(2 * np.count_nonzero(scene.within(Role.WRITES)[rows]) > len(rows))
 
 
 _MAKERS = {"arange", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randperm", "zeros"}

@@ -406,7 +406,7 @@ class Graph:
         self.failed = False
         self.marks = [f"Graph#{next(_numbers)}"]
         """What each replay begins, if those are the run's steps: also what began while it was captured, as an
-        optimizer's step. So turns that are replayed and turns that are not, as a last batch of another shape, count alike."""
+        optimizer's step. So turns count alike whether they are replayed or, with a last batch of another shape, not."""
         self._done = {origin: {origin: 0}}  # of each of its streams: how many commands of each come before its next one
         self._known: dict[int, dict[int, int]] = {}  # the same, before its last one
 
