@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import keepbusy
 from keepbusy.cli import (
@@ -30,6 +30,7 @@ from keepbusy.cli import (
     print_parts,
     program_in,
     replacing,
+    whole_number,
 )
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.processes import make_folder
@@ -55,8 +56,18 @@ LEAST_GAIN = 0.01
 """Of a step: a fix that gains less is not worth a line. On a measured clock neither is what its noise hides."""
 
 
+MINUTES = 10
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="write the fixes that hold into the source")
+    parser.add_argument(
+        "--minutes",
+        type=whole_number("minutes", 1 << 20, 0),
+        metavar="N",
+        default=MINUTES,
+        help=f"begin no run that would end later (default {MINUTES}; 0: try everything)",
+    )
     add_devices(parser, "h200")
     add_clocks(parser)
     add_program(parser, "the program, and its own arguments: a short run will do")
@@ -68,15 +79,21 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         raise BadInput("keepbusy fix needs LibCST: `pip install libcst`. `keepbusy run --fix` does without.")
     need_pytorch("`keepbusy fix`")
     runs = CandidateRuns(options, make_folder())
-    held = _tried(runs, runs.tried({}, "as it is"))
-    told = [*_diffs(held)]
+    search = FixSearch(runs, runs.tried({}, "as it is"))
+    try:
+        search.go()
+    except KeyboardInterrupt:
+        search.end("Ctrl-C ended the search")
+        print_parts([*_diffs(search.held), "nothing was written\n"])
+        raise
+    told, held = [*_diffs(search.held)], search.held
     if options.write:
         for file, source in held.items():
             with replacing(Path(file)) as part:
                 part.write_bytes(source.encode())
         told.append(f"written: {', '.join(held)}\n" if held else "nothing was written\n")
     elif held:
-        told.append("nothing was written; --write does\n")
+        told.append("nothing was written; `keepbusy fix --write` writes these changes into the source\n")
     return told
 
 
@@ -93,37 +110,82 @@ class TrialRun:
         return self.length if planned.every or planned.loop else self.diagnosis.plain_step
 
 
-def _tried(runs: CandidateRuns, before: TrialRun) -> dict[str, str]:
-    """The sources with all fixes that hold; what became of each is shown at once."""
-    from keepbusy.fix.source.source_edits import edit_of, ways_of
+class Attempt(NamedTuple):
+    """A fix of the plan, and the edit that is to serve it: its own, or another one in its place."""
 
-    plan, last = before.diagnosis.plan, before
-    several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
-    print_parts([f"{runs.name}: a step takes {duration(before.diagnosis.plain_step)}; the plan has {several}\n"])
-    held: dict[str, str] = {}
-    vain: list[dict[str, str]] = []
-    for planned in plan:
-        is_told = False  # what comes of it, and not only of another in its place
-        for way in ways_of(planned.fix):
-            candidate = held | _edited(planned, way, held)
-            if candidate == held or candidate in vain:
+    planned: PlannedFix
+    way: str
+
+    def on_top_of(self, held: dict[str, str]) -> dict[str, str]:
+        """The sources that hold, with this one."""
+        return held | _edited(self.planned, self.way, held)
+
+
+class FixSearch:
+    """Each fix is tried on top of those that hold, and what became of it is told at once."""
+
+    def __init__(self, runs: CandidateRuns, own: TrialRun) -> None:
+        """The plan begins with what gains most. What may serve in the place of one of its fixes comes after all of
+        them, for of that nothing is foretold."""
+        from keepbusy.fix.source.source_edits import ways_of
+
+        self._runs, self._own, self._last = runs, own, own
+        self.held: dict[str, str] = {}
+        """The sources with all fixes that hold."""
+        self._vain: list[dict[str, str]] = []
+        self._told: list[PlannedFix] = []  # of which it was said what came of them, not only of another in their place
+        attempts = [Attempt(planned, way) for planned in own.diagnosis.plan for way in ways_of(planned.fix)]
+        self._left = sorted(attempts, key=lambda one: one.way != one.planned.fix)
+
+    def go(self) -> None:
+        plan, count = self._own.diagnosis.plan, sum(bool(one.on_top_of({})) for one in self._left)
+        several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
+        step = duration(self._own.diagnosis.plain_step)
+        print_parts([f"{self._runs.name}: a step takes {step}; the plan has {several}\n", self._runs.announced(count)])
+        done, why = 0, ""
+        while self._left and not (why := self._runs.end_of_search()):
+            attempt = self._left[0]
+            if candidate := self._candidate(attempt):
+                done += 1
+                self._try(attempt, candidate, f"change {done} of {max(done, count)}, '{words.fix(attempt.way)}'")
+            del self._left[0]
+        self.end(why)
+
+    def end(self, why: str) -> None:
+        """What was not tried, and why; and what is left for a person to do."""
+        from keepbusy.fix.source.source_edits import edit_of
+
+        rest = [one for one in self._left if self._candidate(one)]
+        if rest:
+            named = [f"  {words.fix(one.way)} at {_listed(one.planned.where)}{_foretold(one)}\n" for one in rest]
+            print_parts([f"\nnot tried, since {why}:\n", *named])
+        for planned in self._own.diagnosis.plan:
+            if planned in self._told or any(one == (planned, planned.fix) for one in rest):
                 continue
-            is_told |= way == planned.fix
-            where = _changed_at(held, candidate) or planned.where
-            try:
-                now = runs.tried(candidate, f"with '{words.fix(way)}'")
-                told = runs.proven(planned, way, before, (held, last), now)
-            except BadInput as error:
-                told = f"left out: {str(error).rstrip('.')}"
-                vain.append(candidate)
-            else:
-                held, last, is_told = candidate, now, True
-            print_parts([_told(planned, way, where, told)])
-        if not is_told:
-            is_foreign = edit_of(planned.fix) and not _edited(planned, planned.fix, held)
-            why = ", for it cannot be written at these lines" if is_foreign else ""
-            print_parts([_told(planned, planned.fix, planned.where, f"advice{why}: {planned.code or planned.advice}")])
-    return held
+            why = ", since keepbusy cannot change these lines itself" if edit_of(planned.fix) else ""
+            print_parts([_told(planned.fix, planned.where, f"by hand{why}: {planned.code or planned.advice}")])
+
+    def _candidate(self, attempt: Attempt) -> dict[str, str]:
+        """The sources that hold with this one; {} if that changes nothing, or was tried in vain."""
+        candidate = attempt.on_top_of(self.held)
+        return {} if candidate == self.held or candidate in self._vain else candidate
+
+    def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
+        planned, way = attempt
+        where = _changed_at(self.held, candidate) or planned.where
+        try:
+            now = self._runs.tried(candidate, what)
+            told = self._runs.proven(planned, way, self._own, (self.held, self._last), now)
+        except BadInput as error:
+            told = f"left out: {str(error).rstrip('.')}"
+            self._vain.append(candidate)
+        else:
+            self.held, self._last = candidate, now
+        if way == planned.fix:
+            self._told.append(planned)
+        else:
+            told = f"in place of '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {told}"
+        print_parts([_told(way, where, told)])
 
 
 class CandidateRuns:
@@ -132,27 +194,49 @@ class CandidateRuns:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         script, arguments = program_in(options)
         self._folder, self._count = folder, 0
-        self._disagrees: str | None = None
-        """In what the program differs from itself, once that is known."""
+        self._began, self._longest, self._minutes = time.monotonic(), 0.0, options.minutes
+        self._unprovable: str | None = None
+        """Why nothing can be proven of this program; "" once it is known to compute the same twice."""
         self._is_modelled = options.clock == "modelled"
         self.name = f"-m {script}" if options.module else script
         given = handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
     def tried(self, sources: dict[str, str], what: str) -> TrialRun:
-        """`what`: which run it is, for who looks on. Of a program that differs from itself nothing more is run."""
+        """`what`: which run it is, for who looks on."""
         from keepbusy.fix.source.proof import RunResults
         from keepbusy.timeline.busy_file import load
 
-        self._refuse_if_it_disagrees()
         self._count += 1
-        folder = self._folder / str(self._count)
+        folder, began = self._folder / str(self._count), time.monotonic()
         folder.mkdir()
-        self._run(sources, folder, f"run {self._count} of {self.name}, {what}")
+        about = f" of about {self._longest:.0f} s" if self._longest else ""
+        self._run(sources, folder, f"run {self._count} of {self.name}, {what}", about)
+        self._longest = max(self._longest, time.monotonic() - began)
         timeline = load(folder / "run.busy")
         if not timeline.on_device.any():
             raise BadInput(f"{self.name} ran nothing on the GPU.")
         return TrialRun(keepbusy.explain(timeline), int(timeline.spans.end.max()), RunResults.read(folder))
+
+    def announced(self, changes: int) -> str:
+        """What is to come, for who waits for it."""
+        if not changes:
+            return "none of them can be written by keepbusy\n"
+        several = "1 change of the source is" if changes == 1 else f"{changes} changes of the source are"
+        runs = "a run" if self._is_modelled else "one or two runs"
+        return f"{several} tried, each in {runs} of {self._longest:.0f} s; what gains most comes first\n"
+
+    def end_of_search(self) -> str:
+        """Why nothing more is tried; "" while there is time."""
+        if self._unprovable:
+            return self._unprovable
+        needed = self._longest * (1 if self._is_modelled else 2)
+        if not self._minutes or time.monotonic() - self._began + needed <= 60 * self._minutes:
+            return ""
+        return (
+            f"that would end after more than {self._minutes} {'minute' if self._minutes == 1 else 'minutes'}, with "
+            f"{self._longest:.0f} s a run: give the program less to do, or `--minutes 0` to try everything"
+        )
 
     def proven(
         self, planned: PlannedFix, way: str, own: TrialRun, without: tuple[dict[str, str], TrialRun], after: TrialRun
@@ -169,30 +253,25 @@ class CandidateRuns:
         sources, before = without
         different = (own if tolerance else before).computed.same(after.computed, tolerance)
         if different:
-            if self._disagrees is None:
-                self._disagrees = own.computed.same(self.tried({}, "as it is, again").computed, 0)
-            self._refuse_if_it_disagrees()
-            raise BadInput(different)
+            if self._unprovable is None:
+                again = own.computed.same(self.tried({}, "as it is, again").computed, 0)
+                self._unprovable = again and (
+                    f"this program does not compute the same twice ({again}), so nothing can be proven: "
+                    "give it a seed, and no checkpoint to resume from"
+                )
+            raise BadInput(self._unprovable or different)
         was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
         if was - now >= least and not self._is_modelled:
             was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
+        what = "the run" if planned.every or planned.loop else "a step"
         if was - now < least:
-            raise BadInput(f"it gains nothing: {duration(was)} before, {duration(now)} after")
-        same = f"weights within {tolerance:g}: {why}" if tolerance else "the same to the last bit"
-        if planned.every or planned.loop:
-            return f"gains {duration(was - now)} of the run's {duration(was)}; {same}"
-        predicted = f", {duration(max(0, planned.gain))} predicted" if way == planned.fix else ""
-        return f"gains {duration(was - now)} a step{predicted}; {same}"
+            raise BadInput(f"it gains nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
+        same = f"results within {100 * tolerance:g}%, for {why}" if tolerance else "the same results to the last bit"
+        foretold = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
+        return f"gains {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
 
-    def _refuse_if_it_disagrees(self) -> None:
-        if self._disagrees:
-            raise BadInput(
-                f"this program does not compute the same twice ({self._disagrees}), so nothing can be proven: "
-                "give it a seed, and no checkpoint to resume from"
-            )
-
-    def _run(self, sources: dict[str, str], folder: Path, what: str) -> None:
+    def _run(self, sources: dict[str, str], folder: Path, what: str, about: str) -> None:
         from keepbusy.fix.source.proof import ASKED
 
         kept, asked = folder / "run.busy", folder / "asked.json"
@@ -205,7 +284,7 @@ class CandidateRuns:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
-            _wait(child, what)
+            _wait(child, what, about)
             errors.seek(0)
             said = [line for line in errors.read().splitlines() if line.strip()]
         if child.returncode or not kept.exists():
@@ -214,7 +293,7 @@ class CandidateRuns:
             raise BadInput(f"{self.name} ended with exit code {child.returncode}: {last}")
 
 
-def _wait(child: subprocess.Popen[bytes], what: str) -> None:
+def _wait(child: subprocess.Popen[bytes], what: str, about: str) -> None:
     """Who sits before a terminal sees that something goes on, and for how long."""
     began, seen = time.monotonic(), sys.stderr.isatty()
     try:
@@ -223,7 +302,7 @@ def _wait(child: subprocess.Popen[bytes], what: str) -> None:
                 child.wait(1 if seen else None)
                 break
             except subprocess.TimeoutExpired:
-                sys.stderr.write(f"\rkeepbusy: {what}: {time.monotonic() - began:.0f} s ")
+                sys.stderr.write(f"\rkeepbusy: {what}: {time.monotonic() - began:.0f} s{about} ")
     finally:
         child.kill()
         child.wait()
@@ -269,13 +348,24 @@ def _changed_at(held: dict[str, str], candidate: dict[str, str]) -> list[Where]:
     return places
 
 
-def _told(planned: PlannedFix, way: str, where: Sequence[Where], what: str) -> str:
-    another = "" if way == planned.fix else f" (in the plan: {words.fix(planned.fix)} at {_listed(planned.where)})"
-    return f"\n{words.fix(way)} at {_listed(where)}{another}\n  {what}\n"
+def _told(fix: str, where: Sequence[Where], what: str) -> str:
+    return f"\n{words.fix(fix)} at {_listed(where)}\n  {what}\n"
+
+
+def _foretold(attempt: Attempt) -> str:
+    """What the plan says that it would gain; of another edit in its place that is unknown."""
+    planned, way = attempt
+    if way != planned.fix:
+        return f", in place of '{words.fix(planned.fix)}'"
+    whole = planned.every or planned.loop
+    gain = planned.run_gain if whole else planned.gain
+    return f", {duration(gain)} of {'the run' if whole else 'a step'} predicted" if gain > 0 else ""
 
 
 def _listed(where: Sequence[Where]) -> str:
-    return ", ".join(str(one) for one in where[:3])
+    """The lines that cost most."""
+    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+    return ", ".join(str(one) for one in where[:3]) + more
 
 
 def _diffs(held: dict[str, str]) -> Iterator[str]:

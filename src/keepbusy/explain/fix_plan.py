@@ -476,8 +476,8 @@ class Pipeline(NamedTuple):
 
 
 def _of_rounds(scene: Scene) -> Iterator[Candidate]:
-    """What a loop does to one small thing after another, as one call. All tables are one change. A checkpoint is written
-    tensor by tensor, whoever writes it."""
+    """What a loop does to one small thing after another, as one call. All tables are one change. A checkpoint is
+    written tensor by tensor, whoever writes it."""
     rounds = list(rounds_of(scene))
     expected, *bounds = (as_one(scene, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
     of_places = places_of(scene, expected).items()

@@ -87,11 +87,11 @@ class RunResults:
     def same(self, other: RunResults, tolerance: float) -> str:
         """Why they are not the same; "" if they are."""
         if not self.losses and not self.outputs:
-            return "it computed no loss and no output that could be compared"
+            return "the program calls no backward() and no module without gradients, so there is nothing to compare"
         if tolerance:
             return self._near(other, tolerance)
         if len(self.losses) != len(other.losses) or len(self.weights) != len(other.weights):
-            return f"it went back {len(other.losses)} times in place of {len(self.losses)}"
+            return f"it called backward() {len(other.losses)} times, the program itself {len(self.losses)} times"
         of_weights, of_outputs = _first(self.weights, other.weights), _first(self.outputs, other.outputs)
         if of_weights:
             return f"its weights differ from step {of_weights} on"
@@ -106,14 +106,14 @@ class RunResults:
         while it is captured, for each shape anew. Then the weights alone are compared.
         """
         if len(self.last) != len(other.last):
-            return "it trains other weights"
+            return "its optimizers hold more or fewer weights than the program's own"
         replayed = len(other.losses) < len(self.losses)
         losses = [] if replayed else self.losses
         for name, one, another in (("losses", losses, other.losses), ("weights", self.last, other.last)):
             both = zip(one, another, strict=False)
             furthest = max((abs(a - b) / max(abs(a), 1e-6) for a, b in both), default=0.0)
             if not furthest <= tolerance:
-                return f"its {name} differ by up to {100 * furthest:.3g}%"
+                return f"its {name} differ by up to {100 * furthest:.3g}%, and may by {100 * tolerance:g}%"
         return "it trained nothing that could be compared" if replayed and not self.last else ""
 
 

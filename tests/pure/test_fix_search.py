@@ -1,0 +1,139 @@
+"""Which fixes `keepbusy fix` tries, in which order, and what it says of those that it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst")
+
+from diagnoses import MS, STALLED, ms
+
+from keepbusy.cli.fix import FixSearch, TrialRun
+from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
+from keepbusy.fix.source.proof import RunResults
+from keepbusy.timeline.files import BadInput
+
+SOURCE = """\
+import torch
+loader = torch.utils.data.DataLoader(data, 8)
+optimizer = torch.optim.Adam(model.parameters())
+for x in loader:
+    torch.cuda.synchronize()
+    loss = model(x.to("cuda"))
+    if seen(loss):
+        loss.backward()
+        optimizer.step()
+"""
+OWN = TrialRun(STALLED, 100 * MS, RunResults())
+
+
+def planned(fix: str, line: int, gain: float) -> PlannedFix:
+    where = (Where("train.py", line, exact=True),)
+    return PlannedFix(fix, where, (), ms(gain), Prediction(0, 0, 0), ms(gain), code=f"{fix}()")
+
+
+PLAN = (
+    planned("graph", 4, 9),
+    planned("prepare_in_workers", 4, 5),
+    planned("drop_sync", 5, 3),
+    planned("rewrite", 6, 1),
+)
+"""No graph can be written, since the turn decides something."""
+
+
+class Runs:
+    """Of each change what comes of it: a gain, or why it is left out."""
+
+    name = "train.py"
+
+    def __init__(self, *outcomes: str | type[BaseException], enough: int = 99) -> None:
+        self.outcomes, self.enough, self.tried_so_far = list(outcomes), enough, list[str]()
+
+    def announced(self, changes: int) -> str:
+        return f"{changes} to come\n"
+
+    def end_of_search(self) -> str:
+        return "" if len(self.tried_so_far) < self.enough else "time is over"
+
+    def tried(self, sources: dict[str, str], what: str) -> TrialRun:
+        self.tried_so_far.append(what)
+        outcome = self.outcomes[0]
+        if not isinstance(outcome, str):
+            raise outcome
+        return OWN
+
+    def proven(self, *_: object) -> str:
+        outcome = str(self.outcomes.pop(0))
+        if outcome.startswith("gains"):
+            return outcome
+        raise BadInput(outcome)
+
+
+@pytest.fixture
+def search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SOURCE)
+    return lambda runs: FixSearch(runs, replace(OWN, diagnosis=replace(STALLED, plan=PLAN)))
+
+
+def test_the_plan_s_own_fixes_come_first_then_what_may_serve_in_their_place(search, capsys) -> None:  # type: ignore[no-untyped-def]
+    runs = Runs("gains 5 ms", "its weights differ.", "gains 1 ms")
+    found = search(runs)
+    found.go()
+    assert runs.tried_so_far == [
+        "change 1 of 3, 'prepare batches in workers'",
+        "change 2 of 3, 'drop the synchronization'",
+        "change 3 of 3, 'use a fused optimizer'",
+    ]
+    [source] = found.held.values()
+    assert "num_workers=4" in source
+    assert "synchronize" in source
+    assert "fused=True" in source
+    assert (
+        capsys.readouterr().out
+        == """\
+train.py: a step takes 31.3 ms; the plan has 4 fixes
+3 to come
+
+prepare batches in workers at train.py:2
+  gains 5 ms
+
+drop the synchronization at train.py:5
+  left out: its weights differ
+
+use a fused optimizer at train.py:3
+  in place of 'capture a CUDA graph' at train.py:4
+  gains 1 ms
+
+capture a CUDA graph at train.py:4
+  by hand, since keepbusy cannot change these lines itself: graph()
+
+rewrite at train.py:6
+  by hand: rewrite()
+"""
+    )
+
+
+@pytest.mark.parametrize("ends", ["no time", "Ctrl-C"])
+def test_what_was_not_tried_is_named_and_what_holds_stays(search, capsys, ends: str) -> None:  # type: ignore[no-untyped-def]
+    found = search(Runs("gains 5 ms", KeyboardInterrupt, enough=1 if ends == "no time" else 99))
+    if ends == "no time":
+        found.go()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            found.go()
+        found.end("time is over")
+    assert "num_workers=4" in found.held["train.py"]
+    assert (
+        """
+not tried, since time is over:
+  drop the synchronization at train.py:5, 3.0 ms of a step predicted
+  use a fused optimizer at train.py:4, in place of 'capture a CUDA graph'
+
+capture a CUDA graph at train.py:4
+  by hand"""
+        in capsys.readouterr().out
+    )
