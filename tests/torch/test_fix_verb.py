@@ -292,7 +292,7 @@ def test_what_only_infers_is_held_against_its_outputs(folder: Path) -> None:
     assert "\n--- a/shared/infer.py\n+++ b/shared/infer.py\n" in done.stdout, done
     assert f"\nthe diff names files from {folder} on: `patch -p1 -d {folder}` takes it\n" in done.stdout
     assert "+        total += out.mean().detach().double()\n" in done.stdout, done
-    assert "the same to the last bit" in done.stdout
+    assert "the same results to the last bit" in done.stdout
 
 
 def test_a_program_that_fails_is_told_of_in_a_sentence(folder: Path) -> None:

@@ -589,6 +589,16 @@ def test_the_loader_shows_through() -> None:
 # misuse
 
 
+def test_a_loader_that_tells_of_its_last_batch_is_not_fetched_ahead() -> None:
+    """Accelerate's: the accelerator would cut or join the results of the wrong batches."""
+
+    class DataLoaderShard(list[Tensor]):
+        end_of_dataloader = False
+
+    with pytest.raises(ValueError, match=r"^prefetch got a loader that `accelerator.prepare` made, "):
+        keepbusy.prefetch(DataLoaderShard())
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -222,9 +222,10 @@ class CandidateRuns:
         """What is to come, for who waits for it."""
         if not changes:
             return "none of them can be written by keepbusy\n"
-        several = "1 change of the source is" if changes == 1 else f"{changes} changes of the source are"
-        runs = "a run" if self._is_modelled else "one or two runs"
-        return f"{several} tried, each in {runs} of {self._longest:.0f} s; what gains most comes first\n"
+        runs = f"{'a run' if self._is_modelled else 'one or two runs'} of {self._longest:.0f} s"
+        if changes == 1:
+            return f"1 change of the source is tried, in {runs}\n"
+        return f"{changes} changes of the source are tried, each in {runs}; what gains most comes first\n"
 
     def end_of_search(self) -> str:
         """Why nothing more is tried; "" while there is time."""

@@ -70,6 +70,12 @@ def prefetch(loader: Any, depth: int = 2, device: Any = None, then: Transform | 
     """
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise ValueError(f"prefetch got depth={depth!r} but needs at least one batch ahead: give depth=1 or more.")
+    if hasattr(loader, "end_of_dataloader"):
+        raise ValueError(
+            "prefetch got a loader that `accelerator.prepare` made, which tells the accelerator with each batch "
+            "whether it is the last: fetched ahead, it would say so too early. Have Accelerate copy without waiting: "
+            "DataLoader(..., pin_memory=True) and DataLoaderConfiguration(non_blocking=True)."
+        )
     chosen = None if device is None else torch.device(device)
     if torch.cuda.is_available() and chosen is not None and chosen.type != "cuda":
         raise ValueError(f"prefetch got device={str(device)!r} but copies to CUDA devices: give device='cuda' or none.")
