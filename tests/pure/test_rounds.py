@@ -76,6 +76,18 @@ def layers_of_attention(run: Run) -> None:
     layers(run, "aten::_scaled_dot_product_flash_attention")
 
 
+def blocks(run: Run) -> None:
+    """As a virtual GPU and a line log show them: each line of a block again in every block, a product between them."""
+    with run.inside(FORWARD):
+        for _ in range(20):
+            with run.inside("resnet.py(92): forward", exact=True):
+                run.work(30, at=["aten::convolution"]).launch(10, at=["aten::convolution"])
+            with run.inside("resnet.py(93): forward", exact=True):
+                for operator in ("aten::add_", "aten::native_batch_norm"):
+                    run.work(60, at=[operator]).launch(10, at=[operator])
+    rest(run)
+
+
 def steps_of_a_sampler(run: Run) -> None:
     """Rounds that call a model: what stands beside it in each of them is no loop of its own."""
     with run.inside("sample.py(5): sample"):
@@ -147,7 +159,7 @@ def test_tables_and_their_sparse_gradients_are_one_change() -> None:
     assert one.predicted.high == near(500 + 40 * 510, 0.06)
 
 
-@pytest.mark.parametrize("body", [layers, layers_before_reads, layers_of_attention, steps_of_a_sampler, few])
+@pytest.mark.parametrize("body", [layers, layers_before_reads, layers_of_attention, blocks, steps_of_a_sampler, few])
 def test_what_needs_the_one_before_it_is_no_loop_of_rounds(body: Callable[[Run], Any]) -> None:
     assert fixes(told(body)) == []
 

@@ -107,7 +107,7 @@ class TrialRun:
 
     def time(self, planned: PlannedFix) -> int:
         """Of a step; of the whole run for what does not come in every step."""
-        return self.length if planned.every or planned.loop else self.diagnosis.plain_step
+        return self.length if planned.is_beside_steps else self.diagnosis.plain_step
 
 
 class Attempt(NamedTuple):
@@ -126,7 +126,7 @@ class FixSearch:
 
     def __init__(self, runs: CandidateRuns, own: TrialRun) -> None:
         """The plan begins with what gains most. What may serve in the place of one of its fixes comes after all of
-        them, for of that nothing is foretold."""
+        them, for of that nothing is foretold; first of those in every step, for what gains there counts by the step."""
         from keepbusy.fix.source.source_edits import ways_of
 
         self._runs, self._own, self._last = runs, own, own
@@ -135,10 +135,10 @@ class FixSearch:
         self._vain: list[dict[str, str]] = []
         self._told: list[PlannedFix] = []  # of which it was said what came of them, not only of another in their place
         attempts = [Attempt(planned, way) for planned in own.diagnosis.plan for way in ways_of(planned.fix)]
-        self._left = sorted(attempts, key=lambda one: one.way != one.planned.fix)
+        self._left = sorted(attempts, key=lambda one: one.way != one.planned.fix and 1 + one.planned.is_beside_steps)
 
     def go(self) -> None:
-        plan, count = self._own.diagnosis.plan, sum(bool(one.on_top_of({})) for one in self._left)
+        plan, count = self._own.diagnosis.plan, len(self._to_come())
         several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
         step = duration(self._own.diagnosis.plain_step)
         print_parts([f"{self._runs.name}: a step takes {step}; the plan has {several}\n", self._runs.announced(count)])
@@ -148,6 +148,8 @@ class FixSearch:
             if candidate := self._candidate(attempt):
                 done += 1
                 self._try(attempt, candidate, f"change {done} of {max(done, count)}, '{words.fix(attempt.way)}'")
+            elif attempt.way == attempt.planned.fix and attempt.on_top_of({}):
+                self._told.append(attempt.planned)  # one that was tried before it changes the same
             del self._left[0]
         self.end(why)
 
@@ -155,15 +157,21 @@ class FixSearch:
         """What was not tried, and why; and what is left for a person to do."""
         from keepbusy.fix.source.source_edits import edit_of
 
-        rest = [one for one in self._left if self._candidate(one)]
+        rest = self._to_come()
         if rest:
             named = [f"  {words.fix(one.way)} at {_listed(one.planned.where)}{_foretold(one)}\n" for one in rest]
             print_parts([f"\nnot tried, since {why}:\n", *named])
         for planned in self._own.diagnosis.plan:
-            if planned in self._told or any(one == (planned, planned.fix) for one in rest):
+            if planned in self._told or Attempt(planned, planned.fix) in rest:
                 continue
             why = ", since keepbusy cannot change these lines itself" if edit_of(planned.fix) else ""
             print_parts([_told(planned.fix, planned.where, f"by hand{why}: {planned.code or planned.advice}")])
+
+    def _to_come(self) -> list[Attempt]:
+        """Each change once."""
+        candidates = [(self._candidate(one), one) for one in self._left]
+        changes = [candidate for candidate, _ in candidates]
+        return [one for at, (candidate, one) in enumerate(candidates) if candidate and candidate not in changes[:at]]
 
     def _candidate(self, attempt: Attempt) -> dict[str, str]:
         """The sources that hold with this one; {} if that changes nothing, or was tried in vain."""
@@ -265,7 +273,7 @@ class CandidateRuns:
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
         if was - now >= least and not self._is_modelled:
             was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
-        what = "the run" if planned.every or planned.loop else "a step"
+        what = "the run" if planned.is_beside_steps else "a step"
         if was - now < least:
             raise BadInput(f"it gains nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
         same = f"results within {100 * tolerance:g}%, for {why}" if tolerance else "the same results to the last bit"
@@ -358,9 +366,8 @@ def _foretold(attempt: Attempt) -> str:
     planned, way = attempt
     if way != planned.fix:
         return f", in place of '{words.fix(planned.fix)}'"
-    whole = planned.every or planned.loop
-    gain = planned.run_gain if whole else planned.gain
-    return f", {duration(gain)} of {'the run' if whole else 'a step'} predicted" if gain > 0 else ""
+    gain = planned.run_gain if planned.is_beside_steps else planned.gain
+    return f", {duration(gain)} of {'the run' if planned.is_beside_steps else 'a step'} predicted" if gain > 0 else ""
 
 
 def _listed(where: Sequence[Where]) -> str:

@@ -226,6 +226,12 @@ class PlannedFix:
     def named(self) -> str:
         return named(self.fix, self.where)
 
+    @property
+    def is_beside_steps(self) -> bool:
+        """Whether it is no part of every step, so that its gain is one of the run: it stands in another loop, or comes
+        only now and then."""
+        return bool(self.loop or self.every)
+
 
 def named(fix: str, where: Sequence[Where]) -> str:
     """A fix with its place, and how many more there are."""
@@ -313,7 +319,7 @@ class Turns:
     def edit_of(self, fix: PlannedFix) -> Edit | None:
         """What the fix changes in these turns: nothing, where it is a fix of others."""
         edit = fix.edit
-        if edit is None or fix.loop or fix.every or len(edit.drop) != len(self.timeline):
+        if edit is None or fix.is_beside_steps or len(edit.drop) != len(self.timeline):
             return None
         return edit
 

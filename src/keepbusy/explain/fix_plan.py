@@ -625,7 +625,7 @@ def _frames_of_rounds(scene: Scene) -> Iterator[_Frames]:
 
 
 def _together(scene: Scene, known: Ints) -> list[Ints]:
-    """These frames by the call and the turn that they stand in, the call first that began first. Operators of one line,
+    """These frames by the call and the turn that they stand in, the call first that began first. Operators and lines,
     and calls in which ranks meet, are parted by what is multiplied between two of them: as in the layers of a network,
     laid out over ranks or called by one line, the second needs what came of the first."""
     frames, timeline = scene.timeline.frames, scene.timeline
@@ -640,7 +640,7 @@ def _together(scene: Scene, known: Ints) -> list[Ints]:
     meets = np.zeros(len(frames) + 1, bool)
     meets[frames.parent[known[_in_which_ranks_meet(scene)[known]]]] = True
     call = frames.parent[known]
-    is_parted = meets[call] | (frames.kind[known] == FrameKind.OPERATOR)
+    is_parted = meets[call] | np.isin(frames.kind[known], (FrameKind.OPERATOR, FrameKind.LINE))
     where = np.stack([frames.start[call], call, turn[known], np.where(is_parted, before[known], 0)])
     places, which = np.unique(where, axis=1, return_inverse=True)
     return [known[mine] for mine in _grouped(which.ravel(), places.shape[1])]
