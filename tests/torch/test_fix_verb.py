@@ -245,7 +245,7 @@ def test_the_steps_of_a_candidate_are_the_turns_of_its_own_loop(folder: Path) ->
     ("settings", "told"),
     [
         ("model.parameters()", "use a fused optimizer at train.py:5\n  in place of 'capture a CUDA graph' at "),
-        ("model.parameters(), **dict(fused=True)", "none of them can be written by keepbusy\n"),
+        ("model.parameters(), **dict(fused=True)", "keepbusy can write none of them into the source\n"),
     ],
 )
 def test_another_fix_is_named_where_it_stands_and_the_plan_s_as_advice(folder: Path, settings: str, told: str) -> None:

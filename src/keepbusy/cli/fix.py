@@ -1,7 +1,8 @@
 """Try the fixes that a run's plan names, one after the other, and show those that hold as a diff of the source.
 
 Each is run before it is offered, on a virtual GPU: what is computed must be the program's own, to the last bit unless
-the fix says how far it differs, and its step must be shorter. Nothing is written without --write.
+the fix says how far it differs, and its step must be shorter. What gains most is tried first; after ten minutes no
+further run is begun, and what was not tried is named. Nothing is written without --write.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ examples:
   keepbusy fix --ranks 2 train.py --steps 20
 
 The program is run several times, so give it the arguments of a short run. Random numbers of PyTorch,
-Python and NumPy begin at the same place in each.
+Python and NumPy begin at the same place in each. Ctrl-C ends the search, and shows what was found until then.
 """
 LEAST_GAIN = 0.01
 """Of a step: a fix that gains less is not worth a line. On a measured clock neither is what its noise hides."""
@@ -141,6 +142,9 @@ class FixSearch:
         plan, count = self._own.diagnosis.plan, len(self._to_come())
         several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
         step = duration(self._own.diagnosis.plain_step)
+        if not plan:
+            print_parts([f"{self._runs.name}: a step takes {step}; the plan has no fix, so there is nothing to try\n"])
+            return
         print_parts([f"{self._runs.name}: a step takes {step}; the plan has {several}\n", self._runs.announced(count)])
         done, why = 0, ""
         while self._left and not (why := self._runs.end_of_search()):
@@ -229,7 +233,7 @@ class CandidateRuns:
     def announced(self, changes: int) -> str:
         """What is to come, for who waits for it."""
         if not changes:
-            return "none of them can be written by keepbusy\n"
+            return "keepbusy can write none of them into the source\n"
         runs = f"{'a run' if self._is_modelled else 'one or two runs'} of {self._longest:.0f} s"
         if changes == 1:
             return f"1 change of the source is tried, in {runs}\n"
