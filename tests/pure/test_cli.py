@@ -101,6 +101,7 @@ FLAGS = {
     },
     "fix": {
         "--write": (None, 0, False),
+        "--minutes": ("N", None, 10),
         "--on": ("DEVICE", None, "h200"),
         "--clock": (None, None, "measured"),
         "--clocks": (None, None, "virtual"),

@@ -55,9 +55,8 @@ Python and NumPy begin at the same place in each. Ctrl-C ends the search, and sh
 """
 LEAST_GAIN = 0.01
 """Of a step: a fix that gains less is not worth a line. On a measured clock neither is what its noise hides."""
-
-
 MINUTES = 10
+"""After so many no further run is begun."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
