@@ -105,6 +105,29 @@ def test_a_masked_attention_is_alike() -> None:
     assert all(torch.equal(one, other) for one, other in zip(grads("cuda"), grads("cpu"), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_sixteen_bits_are_summed_in_float_and_rounded_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepbusy.virtual.pytorch.kernels._slow_types", lambda: {dtype})
+    torch.manual_seed(3)
+    images, filters = (torch.randn(size).to(dtype) for size in ((2, 8, 9, 9), (4, 8, 3, 3)))
+    left, right, bias = (torch.randn(size).to(dtype) for size in ((33, 65), (65, 17), (17,)))
+
+    def made(on: str, of: torch.dtype) -> list[Tensor]:
+        x, w, a, b, c = (one.to(on, of).requires_grad_() for one in (images, filters, left, right, bias))
+        out = [F.conv2d(x, w), a @ b, torch.addmm(c, a, b)]
+        grads = torch.autograd.grad([one.sum() for one in out], [x, w, a, b])
+        assert all(one.dtype is of for one in (*out, *grads))
+        return [one.cpu().to(dtype) for one in out]
+
+    for _ in range(2):  # new calls, then known ones
+        assert all(map(torch.equal, made("cuda", dtype), made("cpu", torch.float32)))
+    into = torch.zeros(33, 17, device="cuda", dtype=dtype)
+    torch.mm(left.cuda(), right.cuda(), out=into)
+    assert torch.equal(into.cpu(), (left.float() @ right.float()).to(dtype))
+
+
 def test_an_autocast_step_with_a_scaler() -> None:
     scaler = torch.amp.GradScaler("cuda")
     module = nn.Linear(3, 3).to("cuda")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +196,7 @@ class Kernel:
         self.scalar = _scalar_of(overload)
         self.is_plain = dense and short not in _WAITING | _INDEXING
         self.is_product = law_of(short).depends_on_precision
+        self.is_quick_in_float = short in OPERATORS["products"] and "out_dtype" not in self.arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Of a call whose like was seen before it is known what it computes, launches and returns."""
@@ -362,7 +363,12 @@ class Kernel:
         for at in self.tensors:
             if at < len(args) and isinstance(args[at], _NUMBERS):
                 return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
+        if self.is_quick_in_float and any(isinstance(one, Tensor) and one.dtype in _slow_types() for one in args):
+            return self._widened
         return self.native
+
+    def _widened(self, *args: Any, **kwargs: Any) -> Any:
+        return _in_float(self.native, self.written_by(args, kwargs), args, kwargs)
 
     def _make_resizable(self, kwargs: dict[str, Any]) -> bool:
         """Results that are too small for what is written into them get memory of their own, which may grow.
@@ -452,10 +458,21 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
     )
 
 
-# What CUDA computes in sixteen bits and the host does not: as CUDA's kernels do, in thirty-two, and rounded at the end.
+# What CUDA computes in sixteen bits and the host does not, or slowly: as CUDA's kernels do, in thirty-two, and rounded at
+# the end.
 
 _WITHOUT_HALF: list[str] = NAMES["without_half"]
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+@cache
+def _slow_types() -> frozenset[torch.dtype]:
+    """Of sixteen bits, those that this processor has no instructions for."""
+    is_quick = {
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    }
+    return frozenset(dtype for dtype, is_supported in is_quick.items() if not is_supported())
 
 
 def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
