@@ -160,7 +160,7 @@ class TestMeasure:
         for name in ("syncs", "blocking_copies"):
             limit = limits.get(f"max_{name}")
             if limit is not None and found[name] > limit:
-                yield f"{found[name]} {name.replace('_', ' ')}, where max_{name}={limit}"
+                yield f"{_several(found[name], name)}, where max_{name}={limit}"
         if "max_wait" in limits and wait > measure(limits["max_wait"], NANOSECONDS):
             yield f"Python waited for {duration(wait)}, where max_wait={limits['max_wait']!r}"
         if "max_memory" in limits and self._peak > measure(limits["max_memory"], _SIZES):
@@ -218,5 +218,11 @@ def _over_budget(found: dict[str, int], budget: dict[str, int]) -> Generator[str
     for name, value in found.items():
         before = budget.get(name, value)
         if value > before * (_MARGIN if name == "memory" else 1):
-            unit = " bytes of memory" if name == "memory" else f" {name.replace('_', ' ')}"
-            yield f"{value}{unit}, where the budget is {before}; --keepbusy-update writes a new one"
+            amount = f"{value} bytes of memory" if name == "memory" else _several(value, name)
+            yield f"{amount}, where the budget is {before}; --keepbusy-update writes a new one"
+
+
+def _several(count: int, limited: str) -> str:
+    from keepbusy.fix.gate import PLURALS, several
+
+    return several(count, next(kind for kind, plural in PLURALS.items() if plural.replace(" ", "_") == limited))

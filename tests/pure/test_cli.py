@@ -288,7 +288,10 @@ def test_causes_are_named() -> None:
         (["explain", "TRACE", "--plain-step=nan"], "'nan' is not the time"),
         (["explain", "TRACE", "--what-if", "sync"], "there are host_sync, blocking_copy"),
         (["explain", "TRACE", "--workers", "0"], "'0' is no number of workers"),
-        (["explain", "TRACE", "--sav", "x"], "unrecognized arguments"),
+        (
+            ["explain", "TRACE", "--sav", "x"],
+            "`keepbusy explain` does not know --sav x; `keepbusy explain --help` shows",
+        ),
         (["explain", "TRACE", "--save", "run.txt"], "*.busy"),
         (["explain", "TRACE", "--save", "missing/run.busy"], "folder that exists"),
         (["explain", "a.busy", "TRACE"], "a.busy is a whole saved run"),

@@ -127,6 +127,14 @@ def test_a_fix_is_made_once_the_plan_no_longer_asks_for_it() -> None:
     assert (done.run_foretold, done.run) == (8_200, Change(10_000, 7_950, 100))
 
 
+def test_a_script_of_another_name_is_asked_for_the_same_fix() -> None:
+    """Else each fix of `before.py` would be told as made in `after.py`."""
+    before = replace(STALLED, plan=(READ_LATER,), run=RUN, sources=("work/train.py",))
+    still = replace(READ_LATER, where=(Where("stalled.py", 34, "main"),))
+    assert not compare(before, replace(before, plan=(still,), sources=("stalled.py",))).made
+    assert compare(before, replace(before, plan=(still,), sources=("other.py",))).made == (READ_LATER,)
+
+
 def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
     done = held(())
     assert done.foretold is not None

@@ -74,7 +74,7 @@ def test_the_batch_script_of_slurm_is_one_report_of_two_hosts(tmp_path: Path, ho
     assert subprocess.run(["bash", "-n", *command[1:2]]).returncode == 0
     done = warm().python("-c", AS_STARTED, *command, cwd=tmp_path, env=host, timeout=200, agent=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("keepbusy · train.py · NVIDIA H200 · 2 ranks · ") == 1, done.stderr
+    assert done.stdout.count("keepbusy · train.py · virtual NVIDIA H200 · 2 ranks · ") == 1, done.stderr
     assert [*keepbusy.load(tmp_path / "run-7.busy").ranks] == [0, 1]
     assert list(tmp_path.glob("?/keepbusy-*")) == [], "nothing is left of where they met"
     assert sorted(path.name for path in tmp_path.glob("*of*")) == [f"['--epochs', '1']{rank} of 2" for rank in (0, 1)]

@@ -179,7 +179,7 @@ def test_a_program_that_does_not_spread_is_told_to_at_once(run, tmp_path: Path) 
     """After the first layout: no other would be asked for either."""
     done = run(f"{DDP}open('runs', 'a').write('.')", "--gpus", "2", "--jobs", "1", verb="plan")
     assert done.returncode == 2
-    assert done.stderr.startswith("keepbusy: the program did not call keepbusy.spread(model, ")
+    assert done.stderr.startswith("keepbusy: the program does not call keepbusy.spread, ")
     assert len(done.stderr.splitlines()) == 1
     assert (tmp_path / "runs").read_text() == "."
 

@@ -71,7 +71,7 @@ def test_marks_are_held_and_the_report_names_the_line(folder: Path) -> None:
     told = pytest_in(folder, "--keepbusy", "-rf").stdout
     assert "5 failed, 3 passed" in told
     for sentence in (
-        "1 syncs, where max_syncs=0",
+        "1 sync, where max_syncs=0",
         "test_them.py:10 in test_reads: assert x.sum().item() == 3",
         "1 blocking copies, where max_blocking_copies=0",
         "4.19 MB of the GPU's memory, where max_memory='1MB'",
@@ -111,7 +111,7 @@ def test_budgets_are_written_and_held(folder: Path, workers: tuple[str, ...]) ->
     (folder / "test_them.py").write_text(source.replace("device=gpu)", "device=gpu).sum().item()"))
     told = pytest_in(folder, "--keepbusy", *(["-n", "1"] if workers else [])).stdout
     assert "1 failed, 1 passed" in told
-    assert "1 syncs, where the budget is 0; --keepbusy-update writes a new one" in told
+    assert "1 sync, where the budget is 0; --keepbusy-update writes a new one" in told
 
 
 def test_a_wrong_mark_is_told_in_a_sentence(folder: Path) -> None:

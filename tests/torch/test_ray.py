@@ -45,7 +45,7 @@ def found(folder: Path) -> Any:
 
 def test_one_report_of_all_workers_comes_out(found: Any, folder: Path) -> None:
     report = found["report"]
-    assert report.startswith("keepbusy · train.py · NVIDIA H200 · 2 ranks · ")
+    assert report.startswith("keepbusy · train.py · virtual NVIDIA H200 · 2 ranks · ")
     timeline = keepbusy.load(folder / "run.busy")
     assert [*timeline.ranks] == [0, 1]
     assert len(timeline.marks_of(0)) == len(timeline.marks_of(1)) > 8

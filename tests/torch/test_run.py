@@ -43,7 +43,7 @@ def test_the_report_names_exact_lines(run) -> None:
     said = json.loads(done.stdout)
     assert lines(said, "host_sync") == {12}
     assert lines(said, "blocking_copy") == {8}
-    assert said["device"] == "NVIDIA H200"
+    assert said["device"] == "virtual NVIDIA H200"
     assert said["steps"] >= 4
 
 

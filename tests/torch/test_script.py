@@ -177,7 +177,7 @@ def test_the_report_does_not_mind_what_became_of_the_streams(tmp_path: Path) -> 
     )
     ours = run(tmp_path, *MODELLED, "--json", "--save", "run.busy", "train.py")
     assert (tmp_path / "run.busy").exists(), ours.stderr
-    assert json.loads(ours.stdout)["device"] == "NVIDIA H200"
+    assert json.loads(ours.stdout)["device"] == "virtual NVIDIA H200"
     assert ours.returncode == 0
 
 

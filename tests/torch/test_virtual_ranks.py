@@ -361,7 +361,7 @@ def test_gradients_travel_while_the_backward_pass_goes_on(run, tmp_path: Path) -
     """Without values, too: DDP reads back sizes and places that it sent to the device itself."""
     done = run(OVERLAPPED, before=("--ranks", "2", "--values", "none", "--clock", "modelled", "--save", "run.busy"))
     assert done.returncode == 0, done.stderr
-    assert "train.py · NVIDIA H200 · 2 ranks" in done.stdout
+    assert "train.py · virtual NVIDIA H200 · 2 ranks" in done.stdout
     timeline = load(tmp_path / "run.busy")
     spans = timeline.spans.take(np.flatnonzero(timeline.rank_of_rows == 0))
     travel = spans.take(np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.size > 1 << 20)))

@@ -5,7 +5,7 @@ import { element, section } from "../element";
 import { launchOf } from "../run/replay";
 import type { Header } from "../run/run";
 import { Kind, NONE } from "../run/timeline";
-import { bytes, duration, plural } from "../words";
+import { bytes, duration, times } from "../words";
 import { placeButton } from "./causes";
 
 const DIRECTIONS = ["copy", "host to device", "device to host", "within the device", "within the host"];
@@ -52,20 +52,21 @@ export function copiesSection(header: Header, choice: Choice): HTMLElement | nul
   const fastest = new Map<string, number>();
   for (const one of groups.values()) if (one.size / one.count >= LARGE) fastest.set(one.direction, Math.max(fastest.get(one.direction) ?? 0, rate(one)));
   const table = element("table", { class: "copies" },
-    element("thead", {}, element("tr", {}, ...["copies", "launched at", "a turn", "size", "time", "GB/s"].map((name) => element("th", { scope: "col", text: name })))),
+    element("thead", {}, element("tr", {}, ...["copies", "launched at", "how often", "size", "time", "GB/s"].map((name) => element("th", { scope: "col", text: name })))),
   );
   const body = element("tbody");
   for (const one of rows) {
     const place = one.place === NONE ? null : moment.places[one.place];
     const [best, what] = limitOf(one.direction);
+    const shared = Math.min(turns, one.count); // of what is not copied in each turn: a single copy
     const large = one.size / one.count >= LARGE;
     body.append(
       element("tr", {},
         element("th", { scope: "row" }, one.direction, one.memory ? element("span", { class: "faint", text: ` · ${one.memory}` }) : null),
         element("td", {}, place && placeButton(place, choice)),
-        element("td", { class: "figure", text: plural(Math.round(one.count / turns) || 1, "time") }),
-        element("td", { class: "figure", text: bytes(one.size / turns) }),
-        element("td", { class: "figure", text: duration(one.time / turns) }),
+        element("td", { class: "figure", text: times(one.count / turns) }),
+        element("td", { class: "figure", text: bytes(Math.round(one.size / shared)) }),
+        element("td", { class: "figure", text: duration(one.time / shared) }),
         element("td", { class: "figure" },
           element("span", { class: "rate", "data-says": large ? `${rate(one).toFixed(1)} GB/s; ${what}.` : "Small copies are slow for their size: what they take is the call." },
             element("span", { class: "meter", "aria-hidden": "true" }, element("span", { look: { width: `${best ? Math.min(100, (100 * rate(one)) / best) : 0}%` } })),

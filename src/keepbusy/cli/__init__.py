@@ -75,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given:
             print_parts((parser.format_help(),))
             return FINE
-        options = parser.parse_args(given)
+        options, unknown = parser.parse_known_args(given)
+        if unknown:
+            raise BadInput(
+                f"`{options.prog}` does not know {' '.join(unknown)}; `{options.prog} --help` shows what it takes."
+            )
         print_parts(options.run(options))
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -107,7 +111,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
             verb = import_module(f"keepbusy.cli.{name}")
             one.description, one.epilog = verb.__doc__, verb.EXAMPLES
             verb.add_arguments(one)
-            one.set_defaults(run=verb.run)
+            one.set_defaults(run=verb.run, prog=one.prog)
     return parser
 
 

@@ -229,8 +229,8 @@ def _outcome(layout: SpreadLayout, ended: int, folder: Path) -> Trial | str:
         return said[-1].removeprefix("[rank0]: ") if said else f"it ended with exit code {ended}"
     if not found.exists():
         raise BadInput(
-            "the program did not call keepbusy.spread(model, optimizer, loader, example=batch), which is what a layout "
-            "is asked of; put that call before its loop."
+            "the program does not call keepbusy.spread, whose layouts are tried; put this before its loop: "
+            "model, optimizer, loader = keepbusy.spread(model, optimizer, loader, example=batch)"
         )
     return _explained(layout, kept, json.loads(found.read_text(encoding="utf-8")))
 

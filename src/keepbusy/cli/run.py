@@ -124,14 +124,14 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
         type=listed,
         metavar="FIXES",
         default=(),
-        help="of these, not: copies,late_numbers,draws,workers,foreach,graph,syncs,cache,garbage",
+        help="leave these out: copies,late_numbers,draws,workers,foreach,graph,syncs,cache,garbage",
     )
     parser.add_argument(
         "--also",
         type=listed,
         metavar="FIXES",
         default=(),
-        help="and those whose values differ by rounding: fused,gradients",
+        help="these, too, whose values differ by rounding: fused,gradients",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
+from pathlib import PurePath
 
 from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, PlannedFix, Prediction, Where
 
@@ -81,7 +82,7 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
         if before.ledger.get(place) or after.ledger.get(place)
     }
     causes = _causes(before, after, ledger, noise)
-    plan = tuple(FixOutcome(fix, not _asked_for(fix, after)) for fix in before.plan)
+    plan = tuple(FixOutcome(fix, not _asked_for(fix, before, after)) for fix in before.plan)
     run = None
     if before.run is not None and after.run is not None:
         longer = max(before.run.time, after.run.time)
@@ -102,14 +103,16 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
     )
 
 
-def _asked_for(fix: PlannedFix, after: Diagnosis) -> bool:
+def _asked_for(fix: PlannedFix, before: Diagnosis, after: Diagnosis) -> bool:
     """At one of its functions, since lines move when a program is changed."""
-    places = {(place.file, place.function) for place in fix.where}
-    causes = set(fix.causes)
-    return any(
-        causes & set(one.causes) and places & {(place.file, place.function) for place in one.where}
-        for one in after.plan
-    )
+    places, causes = _functions(fix, before), set(fix.causes)
+    return any(causes & set(one.causes) and places & _functions(one, after) for one in after.plan)
+
+
+def _functions(fix: PlannedFix, run: Diagnosis) -> set[tuple[str, str]]:
+    """Of the script itself without its name: the changed one may have another."""
+    scripts = {PurePath(source).name for source in run.sources}
+    return {("" if PurePath(place.file).name in scripts else place.file, place.function) for place in fix.where}
 
 
 def _by_what_was_made(before: Diagnosis, made: Sequence[PlannedFix]) -> Prediction | None:

@@ -121,7 +121,7 @@ _FIXES = {
     "pad_to_few_lengths": "pad to a few lengths",
     "pin_memory": "pin the memory",
     "prefetch": "prefetch batches",
-    "prepare_in_workers": "prepare batches in workers",
+    "prepare_in_workers": "give the loader more workers",
     "share_among_workers": "give every worker a share of the data",
     "read_at_once": "read all values at once",
     "readback": "read the value later",

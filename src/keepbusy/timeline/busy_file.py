@@ -159,8 +159,10 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
 
 def _checked(content: bytes, path: str) -> memoryview:
     """What follows the preface, if it is whole and of this version."""
+    if not content:
+        raise BadInput(f"{path} is empty; copy it or save the run again.")
     if not content.startswith(_MAGIC):
-        raise BadInput(f"{path} is no .busy file (it begins with {content[:8]!r}); give one that keepbusy saved.")
+        raise BadInput(f"{path} is no .busy file; give one that keepbusy saved.")
     if len(content) < _PREFACE.size:
         raise BadInput(f"{path} is cut off after {len(content)} bytes; copy it or save the run again.")
     _, version, checksum, length = _PREFACE.unpack_from(content)

@@ -399,7 +399,6 @@ class Machine:
         return {
             "torch": torch.__version__,
             "allocator": allocator_settings(),
-            "device": self.device.name,
             "modelled": not self._options[-1],
             "compiled_eagerly": self.compiled_eagerly,
             "notes": (*dict.fromkeys(self.notes or ()), *([_EAGER] if self.compiled_eagerly else [])),

@@ -615,7 +615,7 @@ class Clock:
             for host in hosts:
                 host.work_modelled_time()
             known = {
-                "device": self.device.name,
+                "device": f"virtual {self.device.name}",
                 "pinned_bandwidth": float(self.device.copies.pinned),
                 "virtual": True,
                 "pending_limit": self._queue.pending,

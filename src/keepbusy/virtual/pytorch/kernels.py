@@ -458,8 +458,7 @@ def adopt(tensor: Tensor, other: Tensor) -> None:
     )
 
 
-# What CUDA computes in sixteen bits and the host does not, or slowly: as CUDA's kernels do, in thirty-two, and rounded at
-# the end.
+# What CUDA computes in sixteen bits and the host does not, or slowly: as CUDA does, in thirty-two, rounded at the end.
 
 _WITHOUT_HALF: list[str] = NAMES["without_half"]
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
