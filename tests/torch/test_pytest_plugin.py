@@ -73,7 +73,7 @@ def test_marks_are_held_and_the_report_names_the_line(folder: Path) -> None:
     for sentence in (
         "1 sync, where max_syncs=0",
         "test_them.py:10 in test_reads: assert x.sum().item() == 3",
-        "1 blocking copies, where max_blocking_copies=0",
+        "1 blocking copy, where max_blocking_copies=0",
         "4.19 MB of the GPU's memory, where max_memory='1MB'",
         "where max_wait='1us'",
         "0% of the copies ran beside the computation, where min_overlap=0.9",
