@@ -214,3 +214,16 @@ def test_a_wait_for_much_data_is_no_read() -> None:
     found = told(lambda run: run.launch([1_000] * 4).copy(32 * MB, 3_000, HOME).work(900))
     assert "host_sync" not in names(found)
     assert names(found)[0] == "blocking_copy"
+
+
+def test_what_distributions_check_is_one_change_however_many_lines_make_them() -> None:
+    def body(run: Run) -> None:
+        run.launch([1_000] * 4)
+        for line in (21, 25, 26):
+            run.sync(at=[f"vae.py({line}): forward", "torch/distributions/distribution.py(76): __init__", *ITEM]).work(
+                600
+            )
+            run.launch([20] * 2)
+
+    [fix] = told(body).plan
+    assert (fix.fix, {place.line for place in fix.where}) == ("drop_checks", {21, 25, 26})

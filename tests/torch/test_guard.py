@@ -48,6 +48,7 @@ FREE: dict[str, Callable[[Tensor], object]] = {
     "pinned": lambda x: LARGE.pin_memory().to("cuda", non_blocking=True),
     "home, asked not to block": lambda x: torch.zeros(1 << 16, device="cuda").to("cpu", non_blocking=True),
     "a type": lambda x: x.to(torch.float16),
+    "so many classes": lambda x: torch.nn.functional.one_hot(x.long(), 6),
     "on the host": lambda x: X[0].item() + float(X.sum()),
     "readback": lambda x: keepbusy.readback(x.sum()),
     "prefetch": lambda x: list(keepbusy.prefetch([X, X, X])),
@@ -72,6 +73,10 @@ def test_each_sync_counts_at_its_line(x: Tensor, name: str) -> None:
     assert [one.kind for one in waits] == ["sync"] * count
     assert {one.stack[0].file.rpartition("/")[2] for one in waits} == {HERE}
     assert all(one.duration is not None and one.duration > 0 for one in waits)
+
+
+def test_the_largest_label_is_looked_for_unless_the_program_says_how_many_classes_there_are(x: Tensor) -> None:
+    assert [one.kind for one in counted(lambda: torch.nn.functional.one_hot(x.long())).waits] == ["sync"]
 
 
 @pytest.mark.parametrize("name", COPIES)

@@ -62,7 +62,10 @@ _SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it compute
 _BOTH_WAYS = (
     "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."
 )
-_ONE_FIX = ("prefetch", "accumulate", "average_once", "align_ranks", "keep_parameters_on_gpu", "keep_activations")
+_ONE_FIX = (
+    *("prefetch", "accumulate", "average_once", "align_ranks", "keep_parameters_on_gpu", "keep_activations"),
+    "drop_checks",
+)
 """Remedies that are one change however many lines they concern: a share of the work given to one rank is another's."""
 _WHOLE_LOOP = ("launch_bound", "input_late", "allocator", "host_work")
 """Remedies of a whole loop, and causes that have no other: wherever it waits, it is one change."""

@@ -181,6 +181,8 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["send_tensors"]
     if (seen.scene.library_role[seen.rows] & Role.SCALER).any():
         return PARTICULAR["scaler"]
+    if (seen.scene.library_role[seen.rows] & Role.VALIDATES).any():
+        return PARTICULAR["unchecked"]
     called, run = _role_of_call(seen.scene.timeline, int(seen.rows[0])), seen.scene.timeline.facts.run
     known = next((PARTICULAR[name] for role, name in SYNCS.items() if called & role), None)
     if known is None and run is not None and str(seen.where) in run.decides:

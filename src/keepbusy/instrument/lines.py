@@ -234,7 +234,16 @@ def _program() -> str:
     return f"{Path(file).parents[depth - 1]}{os.sep}" if depth else file
 
 
-_ON_THEIR_OWN = ("optim/", "nn/utils/", "amp/", "distributed/", "utils/data/", "serialization.py", "_tensor_str.py")
+_ON_THEIR_OWN = (
+    "optim/",
+    "nn/utils/",
+    "amp/",
+    "distributed/",
+    "distributions/",
+    "utils/data/",
+    "serialization.py",
+    "_tensor_str.py",
+)
 
 
 def _speaks_for_itself(file: str) -> bool:

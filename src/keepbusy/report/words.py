@@ -101,6 +101,7 @@ _FIXES = {
     "cut_into_micro_batches": "cut the batch into more micro-batches",
     "decide_on_gpu": "decide on the GPU",
     "do_at_once": "one call in place of the loop",
+    "drop_checks": "let distributions check nothing",
     "drop_sync": "drop the synchronization",
     "expand_segments": "let the allocator's segments grow",
     "fuse_optimizer": "use a fused optimizer",

@@ -70,6 +70,7 @@ class Role(IntFlag):
     SCALER = 1 << 34  # that of a GradScaler
     UPDATES = 1 << 35  # that of PyTorch's own optimizers
     PICKS = 1 << 36  # an operator that takes rows out of a tensor by their numbers, or puts them there
+    VALIDATES = 1 << 37  # PyTorch's own Python that looks whether a distribution's arguments are valid
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -100,6 +101,7 @@ _CONTAINED = (
     (re.compile(r"^(site-packages/)?torch/serialization\.py"), Role.WRITES),
     (re.compile(r"^(site-packages/)?torch/\S*/grad_scaler\.py"), Role.SCALER),
     (re.compile(r"^(site-packages/)?torch/optim/"), Role.UPDATES),
+    (re.compile(r"^(site-packages/)?torch/distributions/distribution\.py"), Role.VALIDATES),
     (re.compile(r"broadcast"), Role.BROADCASTS),
     (re.compile(r"SendRecv"), Role.PAIRED),
     (re.compile(r"^(cuda|hip)Malloc(?!Host)|^cuMem(Create|Alloc)"), Role.ASKS_MEMORY),
@@ -117,7 +119,7 @@ _SIZED = (
     (re.compile(r"(?<!is_)nonzero|index|masked_select|where"), Role.CHOOSES),
     (re.compile(r"^(getitem|setitem|gather|take|index(_select|_copy_?|_put_?)?|_index_put_impl_)$"), Role.PICKS),
     (re.compile(r"repeat_interleave"), Role.REPEATS),
-    (re.compile(r"unique|bincount"), Role.COUNTS),
+    (re.compile(r"unique|bincount|one_hot"), Role.COUNTS),
 )
 """Operators that choose or count, most of them so that only the GPU knows the size of their result."""
 _MAKES = re.compile(

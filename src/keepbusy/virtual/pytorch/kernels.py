@@ -424,9 +424,10 @@ class Kernel:
     def waits(self, args: Sequence[Any]) -> str:
         """The operator for which the host waits within this call, if it does.
 
-        Indexing with a mask looks for its ones first, unless a single value is written, without knowing how many.
+        Indexing with a mask looks for its ones first, unless a single value is written, without knowing how many. Of
+        labels the largest is looked for, unless the program says how many classes there are.
         """
-        if self.short in _WAITING:
+        if self.short in _WAITING or (self.short == "one_hot" and min(args[1:2], default=-1) < 0):
             return self.name
         if self.short in _INDEXING and any(
             isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1] or ()
