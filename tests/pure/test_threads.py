@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 from keepbusy.instrument.processes import UnseenThread, known_thread
@@ -19,6 +20,13 @@ def test_it_is_nowhere_among_the_threads_and_can_be_waited_for() -> None:
         thread.join(60)
         assert len(done) == 1
     assert done != [threading.get_ident()]
+
+
+def test_no_signal_that_the_program_holds_back_comes_to_it() -> None:
+    ours, before = set[int](), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    UnseenThread(lambda: ours.update(signal.pthread_sigmask(signal.SIG_BLOCK, ()))).join(10)
+    assert ours >= {signal.SIGUSR2, signal.SIGTERM}
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_to_ask_which_thread_it_is_does_not_make_it_known() -> None:

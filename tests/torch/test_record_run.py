@@ -218,6 +218,15 @@ def test_the_programs_own_profiler_goes_first(record) -> None:
     assert "runs PyTorch's profiler itself" in done.stdout
 
 
+def test_the_programs_own_profiler_finds_its_modules(record) -> None:
+    seen = "import torch\nlayer = torch.nn.Linear(2, 2)\n" + (
+        "with torch.profiler.profile(with_stack=True) as seen:\n    layer(torch.ones(3, 2))\n"
+        "seen.export_chrome_trace('trace.json')\nprint('nn.Module: Linear_0' in open('trace.json').read())\n"
+    )
+    done = record(seen)
+    assert done.stdout.startswith("True\n"), done.stderr
+
+
 def test_workers_that_are_forked_while_the_window_is_open_do_not_break(record) -> None:
     source = LONG.replace("    x = torch.randn(32, 64)\n", "    x = next(iter(loader))\n").replace(
         "for step", "loader = torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=32, num_workers=1)\nfor step"

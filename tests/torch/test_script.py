@@ -146,6 +146,40 @@ def test_a_traceback_shows_no_frame_of_ours(tmp_path: Path) -> None:
     assert said(ours)[1:] == said(plain)[1:]
 
 
+PROFILED = """\
+import torch
+from torch.profiler import ProfilerActivity, profile
+device = "cuda" if torch.cuda.is_available() else "cpu"
+layer, x = torch.nn.Linear(2, 2).to(device), torch.ones(3, 2, device=device)
+with profile(activities=[ProfilerActivity.CPU], with_stack=True) as seen:
+    layer(x)
+seen.export_chrome_trace("trace.json")
+print("nn.Module: Linear_0" in open("trace.json").read())
+"""
+
+
+def test_the_programs_own_profiler_finds_its_modules(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROFILED)
+    for options in ((), ("--fix",)):
+        ours = run(tmp_path, *MODELLED, *options, "train.py")
+        assert ours.stdout.startswith("True\n"), ours.stderr
+
+
+SCRIPTED = """\
+import torch
+@torch.jit.script
+def shifted(x):
+    return x + torch.zeros(2, device=x.device)
+print(shifted(torch.ones(2, device="cuda")).tolist())
+"""
+
+
+def test_torchscript_knows_the_functions_that_stand_for_pytorchs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPTED)
+    ours = run(tmp_path, *MODELLED, "train.py")
+    assert ours.stdout.startswith("[1.0, 1.0]\n"), ours.stderr
+
+
 SPAWNED = """\
 import multiprocessing, dataclasses
 @dataclasses.dataclass

@@ -10,12 +10,13 @@ import multiprocessing.spawn
 import os
 import runpy
 import shutil
+import signal
 import socket
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
 # Threads: one of ours that the program does not find among its own, which it may count or wait for.
 
 
+@contextmanager
+def deaf_to_signals() -> Iterator[None]:
+    """Threads that are begun in here stay so: a signal that the program holds back waits for the program's own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class UnseenThread:
     """Runs at once, and is no reason for the process not to end. `threading` does not know of it."""
 
@@ -100,7 +111,8 @@ class UnseenThread:
         self._work = work
         self._at_work = _thread.allocate_lock()
         self._at_work.acquire()
-        _thread.start_new_thread(self._run, ())
+        with deaf_to_signals():
+            _thread.start_new_thread(self._run, ())
 
     def join(self, patience: float) -> None:
         """Wait for its end, but no more than so many seconds."""

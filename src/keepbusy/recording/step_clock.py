@@ -439,15 +439,17 @@ class _ForwardPasses:
     def _called(self, original: Function) -> Function:
         from torch.compiler import is_compiling
 
-        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or self._inside:  # the compiler sees nothing but the call itself
-                return original(module, *args, **kwargs)
-            self._inside = True
+        passes = self
+
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:  # PyTorch's profiler looks for a module of this name
+            if is_compiling() or passes._inside:  # the compiler sees nothing but the call itself
+                return original(self, *args, **kwargs)
+            passes._inside = True
             try:
-                result = original(module, *args, **kwargs)
+                result = original(self, *args, **kwargs)
             finally:
-                self._inside = False
-            self._ended(module)
+                passes._inside = False
+            passes._ended(self)
             return result
 
         return called

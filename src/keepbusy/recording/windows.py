@@ -24,7 +24,7 @@ import numpy as np
 
 from keepbusy.instrument.loop_tree import RECORDED_AT_MOST, BusyLoop, LoopSite
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.processes import at_end_of_thread
+from keepbusy.instrument.processes import at_end_of_thread, deaf_to_signals
 from keepbusy.instrument.slow_turns import quantile, slow_from, warm_up
 from keepbusy.recording.line_log import Ask, Log, follower
 from keepbusy.recording.run_counters import COLLECTOR
@@ -124,7 +124,8 @@ class Window:
         self._settling = SETTLING_TURNS if self.usual < SETTLES_WITHIN else 0
         device = "cuda" if torch.cuda.is_available() else None
         self._profile = profiler.profile(use_cpu=True, use_device=device, use_kineto=True, profile_memory=self._memory)
-        self._profile.__enter__()
+        with deaf_to_signals():
+            self._profile.__enter__()
         self.is_open = True
         at_end_of_thread(self._end_with_thread)
         self.no_lines = self._follower.begin()

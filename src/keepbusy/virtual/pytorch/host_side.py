@@ -29,7 +29,7 @@ from torch.utils.data import _utils, dataloader
 
 from keepbusy.instrument import ENDED
 from keepbusy.instrument.lines import OURS, call_at_program
-from keepbusy.instrument.patches import Patches, when_imported
+from keepbusy.instrument.patches import Patches, admit_scripts, when_imported
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.lanes import BACKWARD_PASS
@@ -45,6 +45,7 @@ _LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
 
 
 def patch(patches: Patches, measured: bool) -> None:
+    admit_scripts(patches)
     torch.utils._device._device_constructors()  # it remembers the functions themselves: let it see them first
     for name in OPERATORS["factories"]:
         patches.wrap(torch, name, partial(_make, f"aten::{name}"))
@@ -57,7 +58,7 @@ def patch(patches: Patches, measured: bool) -> None:
     patches.wrap(Tensor, "record_stream", lambda _native, tensor, s: MACHINE.record_stream(tensor, s.lane))
     patches.wrap(torch.autograd.profiler.record_function, "__enter__", _enter_annotation)
     patches.wrap(torch.autograd.profiler.record_function, "__exit__", _leave_annotation)
-    patches.wrap(torch.nn.Module, "__call__", _call_module)
+    patches.replace(torch.nn.Module, "__call__", _calling)
     for module in (torch.autograd.graph, torch.autograd):
         patches.wrap(module, "_engine_run_backward", _run_backward)
     patches.wrap(torch, "_is_all_true", _as_it_should_be)
@@ -150,18 +151,25 @@ def _leave_annotation(native: Callable[..., Any], annotation: Any, *error: Any) 
 _inside = local()
 
 
-def _call_module(native: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The outermost module's forward passes mark the steps of a program without an optimizer."""
-    MACHINE.clock.spend(MACHINE.device.host.module)
-    if getattr(_inside, "module", False) or not _in_training_thread():
-        return native(module, *args, **kwargs)
-    _inside.module = True
-    MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(module).__name__}")
-    try:
-        return native(module, *args, **kwargs)
-    finally:
-        MACHINE.clock.leave()
-        _inside.module = False
+def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
+    """The outermost module's forward passes mark the steps of a program without an optimizer.
+
+    What stands for `Module.__call__` calls the module `self`: by that name PyTorch's profiler looks for it there.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        MACHINE.clock.spend(MACHINE.device.host.module)
+        if getattr(_inside, "module", False) or not _in_training_thread():
+            return native(self, *args, **kwargs)
+        _inside.module = True
+        MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}")
+        try:
+            return native(self, *args, **kwargs)
+        finally:
+            MACHINE.clock.leave()
+            _inside.module = False
+
+    return call
 
 
 def _mark_step() -> None:
