@@ -129,6 +129,10 @@ def test_the_program_is_not_told_where_we_hear_of_signals() -> None:
     assert done.stdout.splitlines()[-2:] == ["True True", "finished"]
 
 
+def test_what_the_program_opens_has_the_number_that_it_would_have() -> None:
+    assert ended("print(os.open(os.devnull, os.O_RDONLY))\n").stdout == "3\nfinished\n"
+
+
 def test_a_child_that_is_forked_dies_of_the_signal_alone() -> None:
     forks = (
         "child = os.fork()\n"

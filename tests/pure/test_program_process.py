@@ -57,5 +57,16 @@ def test_the_program_hears_once_of_a_signal(number: int, to_all: bool) -> None:
         process.communicate()
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_program_is_run_where_a_standard_stream_is_closed(closed: int) -> None:
+    source = (
+        "from keepbusy.cli.program import ProgramProcess as Process\nimport os\nprocess = Process(lambda over: 5)\n"
+    )
+    source += "os._exit(os.waitstatus_to_exitcode(process.wait()))\n"
+    command = ["sh", "-c", f'exec "$0" "$@" {closed}>&-', sys.executable, "-c", source]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCES)}, check=False, timeout=60)
+    assert done.returncode == 5
+
+
 def line(stream: IO[str]) -> str:
     return stream.readline().strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import fcntl
 import json
 import os
 import re
@@ -29,7 +28,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from keepbusy.cli import line_of, screen
-from keepbusy.instrument.processes import make_folder
+from keepbusy.instrument.processes import high_copy, make_folder
+from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 
@@ -182,8 +182,7 @@ class ProgramProcess:
 
     def __init__(self, program: Callable[[Callable[[], None]], int]) -> None:
         """`program` is given what says that it is over."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         self._heard, says = os.pipe()
         parent, self._child = os.getpid(), os.fork()
         if not self._child:
@@ -275,7 +274,7 @@ def _end_as(status: int) -> None:
         sys.exit(os.waitstatus_to_exitcode(status))
     number = os.WTERMSIG(status)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core of this process would tell nobody anything
-    sys.stdout.flush()
+    flush()
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -334,13 +333,11 @@ class KeptDescriptor:
 
     @classmethod
     def of(cls, number: int) -> KeptDescriptor | None:
-        """A high number, so that what the program opens has the numbers that it would have. None if it is closed."""
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        for lowest in (min(limit, 1024) - 8, 3):
-            with suppress(OSError, ValueError):
-                made = cls(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, lowest), number, _file(number))
-                os.register_at_fork(after_in_child=made.close)
-                return made
+        """None if it is closed."""
+        with suppress(OSError):
+            made = cls(high_copy(number), number, _file(number))
+            os.register_at_fork(after_in_child=made.close)
+            return made
         return None
 
     def close(self) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import fcntl
 import json
 import multiprocessing.spawn
 import os
+import resource
 import runpy
 import shutil
 import signal
@@ -150,6 +152,14 @@ def processor_times(thread: int) -> tuple[int, int] | None:
     except (OSError, ValueError):
         return None
     return int(ran), int(waited)
+
+
+def high_copy(descriptor: int) -> int:
+    """Of a descriptor, by a high number: what the program opens has the numbers that it would have."""
+    limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
+    with suppress(OSError, ValueError):
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, limit - 16)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 # A folder for what the processes of a run leave each other. It goes with the process that made it.

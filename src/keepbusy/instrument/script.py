@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from keepbusy.instrument.lines import OURS, PROGRAM_CODE, is_ours, kind_of, outwards
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.processes import UnseenThread
+from keepbusy.instrument.processes import UnseenThread, high_copy
 from keepbusy.timeline.files import BadInput
 
 COMPILE: list[Callable[[bytes, str], CodeType]] = [
@@ -318,7 +318,10 @@ class Ending:
     def _hear_signals(self) -> None:
         """Python's handlers run between two lines of the program, and on a real GPU it may hang in one, as a rank does
         whose peer has died."""
-        heard, self._wakeup = os.pipe()
+        ends = os.pipe()
+        heard, self._wakeup = map(high_copy, ends)
+        for end in ends:
+            os.close(end)
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         self._patches.replace(signal, "set_wakeup_fd", self._while_it_has_none)
