@@ -87,7 +87,7 @@ def test_the_plan_s_own_fixes_come_first_then_what_may_serve_in_their_place(sear
     found = search(runs)
     found.go()
     assert runs.tried_so_far == [
-        "change 1 of 3, 'prepare batches in workers'",
+        "change 1 of 3, 'give the loader more workers'",
         "change 2 of 3, 'drop the synchronization'",
         "change 3 of 3, 'use a fused optimizer'",
     ]
@@ -101,7 +101,7 @@ def test_the_plan_s_own_fixes_come_first_then_what_may_serve_in_their_place(sear
 train.py: a step takes 31.3 ms; the plan has 5 fixes
 3 to come
 
-prepare batches in workers at train.py:2
+give the loader more workers at train.py:2
   gains 5 ms
 
 drop the synchronization at train.py:5
