@@ -569,15 +569,14 @@ def patch() -> None:
 def replace_everywhere(owner: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
     """In their module, and in those of PyTorch that imported a function by its name and hold on to the native one."""
     ours = {name: _function_named(name, answer) for name, answer in answers.items()}
-    by_identity = {id(getattr(owner, name)): answer for name, answer in ours.items() if hasattr(owner, name)}
+    native = {name: getattr(owner, name) for name in ours if hasattr(owner, name)}
     for name, answer in ours.items():
         setattr(owner, name, answer)
     for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
-        if by_identity.keys().isdisjoint(map(id, vars(module).values())):  # few of two thousand hold one
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in by_identity:
-                setattr(module, name, by_identity[id(value)])
+        held = vars(module)
+        for name in native.keys() & held.keys():
+            if held[name] is native[name]:
+                setattr(module, name, ours[name])
 
 
 def _function_named(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
