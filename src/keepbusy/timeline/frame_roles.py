@@ -154,8 +154,10 @@ def described(table: _Named, names: Sequence[str]) -> _Named:
     """With `role`, and of frames `owner`, as the names tell them."""
     used = np.zeros(len(names), bool)
     used[table.name] = True
-    told = table.change(role=_of_each(_role, names, used)[table.name])
-    return told.change(owner=_of_each(_owner, names, used)[table.name]) if isinstance(told, Frames) else told
+    columns = {"role": _of_each(_role, names, used)[table.name]}
+    if isinstance(table, Frames):
+        columns["owner"] = _of_each(_owner, names, used)[table.name]
+    return table.change(**columns)
 
 
 def _of_each(tell: Callable[[str], int], names: Sequence[str], used: Mask) -> Ints:
