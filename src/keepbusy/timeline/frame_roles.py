@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from enum import IntEnum, IntFlag
+from enum import IntEnum, IntFlag, auto
 from typing import TypeVar
 
 import numpy as np
@@ -34,43 +34,43 @@ class Role(IntFlag):
     """What a frame or a span does; several may hold."""
 
     NONE = 0
-    OPTIMIZER = 2
-    LOADER = 4  # the next batch is taken
-    LOADER_WORKERS = 8  # from a loader whose workers are processes
-    MODULE = 16
-    BACKWARD = 32  # a node of autograd's graph
-    READS = 64  # an operator that reads values of the device, or their number
-    READS_SCALAR = 128  # of these, one that reads a single value
-    MAKES = 256  # an operator that draws or fills
-    SHAPES = 512  # an operator that changes values or their form one by one, as it goes with what was drawn
-    MOVES = 1024  # an operator that may copy between host and device
-    MESSAGE = 2048  # a send to one other rank, or its receive
-    INTERNAL = 4096  # an annotation that PyTorch makes for itself: no place of the user's
-    GRADIENTS = 8192  # gradients are done: what travels within it is theirs
-    SCALES = 16384  # an operator that divides or multiplies: of gradients, for their mean over the ranks
-    OBJECTS = 32768  # Python objects travel to other ranks, pickled
-    SHARDS = 65536  # FSDP's own: parameters are gathered, gradients scattered
-    RECEIVES = 131072  # of messages, the one that comes
-    PIECE = 262144  # a micro-batch's way through a stage, as torch.distributed.pipelining calls it
-    LAYER = 524288  # an operator that multiplies matrices: what comes next needs it
-    TABLE = 1048576  # an operator on rows of a table, or on its sparse gradient
-    THROUGH_HOST = 2097152  # a message to other ranks, from memory of the host
-    CHOOSES = 1 << 22  # an operator that takes out what a mask chooses: how much that is, only the GPU knows
-    REPEATS = 1 << 23  # one that repeats elements, each as often as a tensor says
-    COUNTS = 1 << 24  # one that makes as much as there are different values
-    SYNCHRONIZES = 1 << 25  # a call that does nothing but wait for the device
-    AWAITS_EVENT = 1 << 26  # of these, one that waits for an event
-    STEP = 1 << 27  # an annotation around a whole step, which has the step's number in its name
-    DDP_FORWARD = 1 << 28  # the forward pass of a module that DistributedDataParallel holds
-    BROADCASTS = 1 << 29
-    PAIRED = 1 << 30  # NCCL's kernel that sends and receives; all-to-all is made of it, too
-    ASKS_MEMORY = 1 << 31  # memory of the device is asked for
-    GIVES_BACK = 1 << 32  # memory is given back to the driver
-    WRITES = 1 << 33  # PyTorch's own Python that makes a file of tensors
-    SCALER = 1 << 34  # that of a GradScaler
-    UPDATES = 1 << 35  # that of PyTorch's own optimizers
-    PICKS = 1 << 36  # an operator that takes rows out of a tensor by their numbers, or puts them there
-    VALIDATES = 1 << 37  # PyTorch's own Python that looks whether a distribution's arguments are valid
+    OPTIMIZER = auto()
+    LOADER = auto()  # the next batch is taken
+    LOADER_WORKERS = auto()  # from a loader whose workers are processes
+    MODULE = auto()
+    BACKWARD = auto()  # a node of autograd's graph
+    READS = auto()  # an operator that reads values of the device, or their number
+    READS_SCALAR = auto()  # of these, one that reads a single value
+    MAKES = auto()  # an operator that draws or fills
+    SHAPES = auto()  # an operator that changes values or their form one by one, as it goes with what was drawn
+    MOVES = auto()  # an operator that may copy between host and device
+    MESSAGE = auto()  # a send to one other rank, or its receive
+    INTERNAL = auto()  # an annotation that PyTorch makes for itself: no place of the user's
+    GRADIENTS = auto()  # gradients are done: what travels within it is theirs
+    SCALES = auto()  # an operator that divides or multiplies: of gradients, for their mean over the ranks
+    OBJECTS = auto()  # Python objects travel to other ranks, pickled
+    SHARDS = auto()  # FSDP's own: parameters are gathered, gradients scattered
+    RECEIVES = auto()  # of messages, the one that comes
+    PIECE = auto()  # a micro-batch's way through a stage, as torch.distributed.pipelining calls it
+    LAYER = auto()  # an operator that multiplies matrices: what comes next needs it
+    TABLE = auto()  # an operator on rows of a table, or on its sparse gradient
+    THROUGH_HOST = auto()  # a message to other ranks, from memory of the host
+    CHOOSES = auto()  # an operator that takes out what a mask chooses: how much that is, only the GPU knows
+    REPEATS = auto()  # one that repeats elements, each as often as a tensor says
+    COUNTS = auto()  # one that makes as much as there are different values
+    SYNCHRONIZES = auto()  # a call that does nothing but wait for the device
+    AWAITS_EVENT = auto()  # of these, one that waits for an event
+    STEP = auto()  # an annotation around a whole step, which has the step's number in its name
+    DDP_FORWARD = auto()  # the forward pass of a module that DistributedDataParallel holds
+    BROADCASTS = auto()
+    PAIRED = auto()  # NCCL's kernel that sends and receives; all-to-all is made of it, too
+    ASKS_MEMORY = auto()  # memory of the device is asked for
+    GIVES_BACK = auto()  # memory is given back to the driver
+    WRITES = auto()  # PyTorch's own Python that makes a file of tensors
+    SCALER = auto()  # that of a GradScaler
+    UPDATES = auto()  # that of PyTorch's own optimizers
+    PICKS = auto()  # an operator that takes rows out of a tensor by their numbers, or puts them there
+    VALIDATES = auto()  # PyTorch's own Python that looks whether a distribution's arguments are valid
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
