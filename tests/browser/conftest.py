@@ -47,7 +47,7 @@ class Tabs:
         self.path = self._folder / f"run{len(list(self._folder.iterdir()))}.html"
         self.path.write_text(html, encoding="utf-8")
         page.set_viewport_size({"width": width, "height": height})
-        page.emulate_media(color_scheme=scheme)
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # nobody is to wait for a switch that slides
         page.mouse.move(-9, -9)
         page.goto(self.path.as_uri())
         page.wait_for_selector("main:not([aria-busy])")

@@ -73,7 +73,6 @@ VIEWS = {
 
 
 def picture_of(page: Any, part: str) -> Any:
-    page.wait_for_timeout(300)  # a switch slides
     taken = Image.open(io.BytesIO(page.locator(part).screenshot())).convert("RGB")
     return taken.resize((taken.width * 2 // 3, taken.height * 2 // 3), Image.Resampling.BOX)
 

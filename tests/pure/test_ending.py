@@ -133,30 +133,27 @@ def test_what_the_program_opens_has_the_number_that_it_would_have() -> None:
     assert ended("print(os.open(os.devnull, os.O_RDONLY))\n").stdout == "3\nfinished\n"
 
 
-def test_a_child_that_is_forked_dies_of_the_signal_alone() -> None:
-    forks = (
-        "child = os.fork()\n"
-        "if not child:\n    time.sleep(20)\n"
-        "time.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\n"
-    )
-    assert said(ended(forks)) == (0, f"{-signal.SIGTERM}\nfinished\n", "")
+SOON = "import keepbusy.instrument.script as script\nscript._PATIENCE = 0\n"
+"""A signal that has no effect ends the program at once, where it would be after seconds."""
 
 
-def test_signals_to_a_forked_child_are_none_of_its_parents() -> None:
+@pytest.mark.parametrize(
+    ("own", "ends"), [("", -signal.SIGTERM), ("signal.signal(signal.SIGTERM, lambda *_: os._exit(7))", 7)]
+)
+def test_signals_to_a_forked_child_are_none_of_its_parents(own: str, ends: int) -> None:
     """Both hold the same pipe."""
     forks = (
+        "heard, says = os.pipe()\n"
         "child = os.fork()\n"
-        "if not child:\n    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))\n    time.sleep(20)\n"
-        "time.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\ntime.sleep(3.5)\n"
+        f"if not child:\n    {own}\n    os.write(says, b'.')\n    time.sleep(20)\n"
+        "os.read(heard, 1)\nos.kill(child, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)\ntime.sleep(0.3)\n"
     )
-    assert said(ended(forks)) == (0, "7\nfinished\n", "")
+    assert said(ended(forks, before=SOON)) == (0, f"{ends}\nfinished\n", "")
 
 
 def test_a_signal_that_a_forked_child_gets_at_once_is_its_own() -> None:
     """Before it has begun to be a child: as where a pool ends workers that it has just begun."""
-    soon = "import keepbusy.instrument.script as script\nscript._PATIENCE = 0\n"
     first = "os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))\n"
     forks = (
         "for _ in range(9):\n"
@@ -166,7 +163,7 @@ def test_a_signal_that_a_forked_child_gets_at_once_is_its_own() -> None:
         "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=' ')\n"
         "time.sleep(0.3)\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, ()), flush=True)\n"
     )
-    for before in (soon, soon + first):
+    for before in (SOON, SOON + first):
         assert said(ended(forks, before=before)) == (0, "-15 " * 9 + "set()\nfinished\n", "")
 
 
