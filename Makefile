@@ -7,7 +7,8 @@ VENV := .venv
 endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := -m pip --disable-pip-version-check
+# a terminal sees what pip downloads and how far it is; elsewhere pip tells of errors only
+INSTALL = -m pip --disable-pip-version-check install $$(test -t 1 || echo -qq)
 SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
@@ -56,15 +57,17 @@ build-%: .venv-%/.ready
 	@.venv-$*/bin/python -m pytest tests/torch
 
 .venv-%/.ready: pyproject.toml constraints.txt
+	@echo "setting up: PyTorch $* with CUDA in .venv-$*, once: some gigabytes"
 	@$(or $(PYTHON),$$(.ci/pythons torch==$*)) -m venv .venv-$*
-	@.venv-$*/bin/python -m pip install -qq "torch===$*"
+	@.venv-$*/bin/python $(INSTALL) "torch===$*"
 	@grep -v '^torch==' constraints.txt > .venv-$*/constraints.txt
-	@.venv-$*/bin/python -m pip install -qq -c .venv-$*/constraints.txt -e '.[dev]'
+	@.venv-$*/bin/python $(INSTALL) -c .venv-$*/constraints.txt -e '.[dev]'
 	@touch $@
 
 # a wheel and an sdist, as PyPI takes them
 dist: $(READY)
-	@$(BIN)/python $(PIP) install -qq build twine hatchling
+	@echo "setting up: what builds and checks packages"
+	@$(BIN)/python $(INSTALL) build twine hatchling
 	@rm -rf dist
 	@$(BIN)/python -m build --no-isolation
 	@$(BIN)/twine check --strict dist/*
@@ -92,7 +95,8 @@ course: $(READY)
 
 # the documentation as a site, into site/
 site: $(READY)
-	@$(BIN)/python $(PIP) install -qq -c constraints.txt -e '.[site]'
+	@echo "setting up: what builds the site: 20 packages, 15 MB"
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[site]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 	@echo "open site/index.html"
 
@@ -111,16 +115,22 @@ clean:
 
 # PyTorch comes first and pinned: after other packages pip might take a build with gigabytes of CUDA.
 $(READY): pyproject.toml constraints.txt
+	@$(if $(PYTHON),,echo "setting up: asking pip for which Python there is a build of $(TORCH)")
 	@python=$(or $(PYTHON),$$(.ci/pythons "$(TORCH)")); \
 	test -n "$$python" || { echo "keepbusy needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }; \
-	echo "setting up $(VENV) with $$($$python --version) (once)"; \
+	echo "setting up: $$($$python --version) in $(VENV), once; all of it takes some three minutes"; \
 	$$python -m venv $(VENV)
-	@$(BIN)/python $(PIP) install -qq "$(TORCH)"
-	@$(BIN)/python $(PIP) install -qq -c constraints.txt -e '.[torch,dev]'
+	@echo "setting up: PyTorch, 190 MB; some gigabytes where there is none but the build with CUDA"
+	@$(BIN)/python $(INSTALL) "$(TORCH)"
+	@echo "setting up: keepbusy and its tests and tools: 70 packages, 130 MB"
+	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[torch,dev]'
 	@touch $@
 
 $(VENV)/.ready-pure: pyproject.toml constraints.txt
-	@$(PYTHON) -m venv $(VENV)
+	@python=$(or $(PYTHON),$$(.ci/pythons | head -n 1)); \
+	echo "setting up: $$($$python --version) in $(VENV), once; all of it takes about a minute"; \
+	$$python -m venv $(VENV)
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	@$(BIN)/python $(PIP) install -qq -c $(VENV)/constraints.txt -e '.[dev]'
+	@echo "setting up: keepbusy and its tests and tools: 60 packages, 130 MB"
+	@$(BIN)/python $(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
