@@ -8,7 +8,7 @@ endif
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # a terminal sees what pip downloads and how far it is; elsewhere pip tells of errors only
-INSTALL = -m pip --disable-pip-version-check install $$(test -t 1 || echo -qq)
+install = test -t 1 || export PIP_QUIET=2; $(1)/python -m pip --disable-pip-version-check install
 SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
@@ -59,15 +59,15 @@ build-%: .venv-%/.ready
 .venv-%/.ready: pyproject.toml constraints.txt
 	@echo "setting up: PyTorch $* with CUDA in .venv-$*, once: some gigabytes"
 	@$(or $(PYTHON),$$(.ci/pythons torch==$*)) -m venv .venv-$*
-	@.venv-$*/bin/python $(INSTALL) "torch===$*"
+	@$(call install,.venv-$*/bin) "torch===$*"
 	@grep -v '^torch==' constraints.txt > .venv-$*/constraints.txt
-	@.venv-$*/bin/python $(INSTALL) -c .venv-$*/constraints.txt -e '.[dev]'
+	@$(call install,.venv-$*/bin) -c .venv-$*/constraints.txt -e '.[dev]'
 	@touch $@
 
 # a wheel and an sdist, as PyPI takes them
 dist: $(READY)
 	@echo "setting up: what builds and checks packages"
-	@$(BIN)/python $(INSTALL) build twine hatchling
+	@$(call install,$(BIN)) build twine hatchling
 	@rm -rf dist
 	@$(BIN)/python -m build --no-isolation
 	@$(BIN)/twine check --strict dist/*
@@ -96,7 +96,7 @@ course: $(READY)
 # the documentation as a site, into site/
 site: $(READY)
 	@echo "setting up: what builds the site: 20 packages, 15 MB"
-	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[site]'
+	@$(call install,$(BIN)) -c constraints.txt -e '.[site]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 	@echo "open site/index.html"
 
@@ -121,9 +121,9 @@ $(READY): pyproject.toml constraints.txt
 	echo "setting up: $$($$python --version) in $(VENV), once; all of it takes some three minutes"; \
 	$$python -m venv $(VENV)
 	@echo "setting up: PyTorch, 190 MB; some gigabytes where there is none but the build with CUDA"
-	@$(BIN)/python $(INSTALL) "$(TORCH)"
+	@$(call install,$(BIN)) "$(TORCH)"
 	@echo "setting up: keepbusy and its tests and tools: 70 packages, 130 MB"
-	@$(BIN)/python $(INSTALL) -c constraints.txt -e '.[torch,dev]'
+	@$(call install,$(BIN)) -c constraints.txt -e '.[torch,dev]'
 	@touch $@
 
 $(VENV)/.ready-pure: pyproject.toml constraints.txt
@@ -132,5 +132,5 @@ $(VENV)/.ready-pure: pyproject.toml constraints.txt
 	$$python -m venv $(VENV)
 	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	@echo "setting up: keepbusy and its tests and tools: 60 packages, 130 MB"
-	@$(BIN)/python $(INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
+	@$(call install,$(BIN)) -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@

@@ -6,8 +6,11 @@ The Python is a script that writes down what it is asked for, and that fails whe
 from __future__ import annotations
 
 import os
+import pty
+import re
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +22,7 @@ case "$*" in
 --version) echo Python 3.11.9 ;;
 "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
 *" install "*"$FAILS"*) echo "ERROR: no room for $FAILS" >&2; exit 1 ;;
-*" install "*) ;;
+*" install "*) echo "pip is quiet: ${PIP_QUIET:-no}" ;;
 *) echo "run: $*" ;;
 esac
 """
@@ -38,8 +41,8 @@ def clone(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, goal: str, fails: str = "nothing") -> subprocess.CompletedProcess[str]:
-    command = ["make", goal, "PYTHON=./python"]
-    return subprocess.run(command, cwd=folder, env={**os.environ, "FAILS": fails}, capture_output=True, text=True)
+    command, environment = ["make", goal, "PYTHON=./python"], {**os.environ, "FAILS": fails}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,19 @@ def test_a_step_that_fails_shows_its_error_and_is_the_last(clone: Path, goal: st
     assert f"ERROR: no room for {fails}\n" in done.stderr
     assert "run: " not in done.stdout
     assert "ERROR" in make(clone, goal, fails).stderr, "the next attempt takes what failed for done"
+
+
+def test_pip_shows_how_far_it_is_on_a_terminal_alone(clone: Path) -> None:
+    assert "pip is quiet: 2\n" in make(clone, "test-pure").stdout
+    shown, terminal = pty.openpty()
+    subprocess.run(["make", "dist", "PYTHON=./python"], cwd=clone, env={**os.environ, "FAILS": "none"}, stdout=terminal)
+    os.close(terminal)
+    said = b""
+    with suppress(OSError):  # so a terminal ends
+        while part := os.read(shown, 4096):
+            said += part
+    os.close(shown)
+    assert set(re.findall("pip is quiet: (.*)\r", said.decode())) == {"no"}
 
 
 def test_where_pip_finds_no_pytorch_the_newest_python_is_taken_and_pip_says_why(tmp_path: Path) -> None:
