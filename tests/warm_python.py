@@ -30,8 +30,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +41,8 @@ from keepbusy import virtual
 
 SOURCES = Path(__file__).parents[1] / "src"
 STAND_IN = Path(__file__).with_name("stand_in.py")
+PATIENCE = 1800
+"""Seconds after which a command hangs: on a busy machine each takes many times as long as elsewhere."""
 Run = Callable[..., subprocess.CompletedProcess[str]]
 """Of a script that the test writes: the fixture `run`."""
 IMPORTED = (
@@ -48,6 +50,15 @@ IMPORTED = (
     *virtual.IMPORTED,
 )
 """What most commands would import."""
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """Nobody else is given it meanwhile. PyTorch may listen there, as both say SO_REUSEADDR."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
 
 
 class WarmPython:
@@ -77,18 +88,16 @@ class WarmPython:
         *arguments: str,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: int = 600,
         agent: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """`keepbusy` on the command line."""
-        return self.python("-m", "keepbusy", *arguments, cwd=cwd, env=env, timeout=timeout, agent=agent)
+        return self.python("-m", "keepbusy", *arguments, cwd=cwd, env=env, agent=agent)
 
     def python(
         self,
         *command: str,
         cwd: Path,
         env: Mapping[str, str] | None = None,
-        timeout: int = 600,
         agent: bool = False,
         ranks: int = 0,
     ) -> subprocess.CompletedProcess[str]:
@@ -102,11 +111,10 @@ class WarmPython:
             asked = {"command": command, "cwd": str(cwd), "env": env, "paths": paths, "agent": agent, "ranks": ranks}
             assert self._process.stdin
             assert self._process.stdout
-            asked["timeout"] = timeout
             print(json.dumps(asked), file=self._process.stdin, flush=True)
             status = json.loads(self._process.stdout.readline())
             if status is None:
-                raise subprocess.TimeoutExpired(command, timeout)
+                raise subprocess.TimeoutExpired(command, PATIENCE)
             for file in (out, error):
                 file.seek(0)
             return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(status), out.read(), error.read())
@@ -158,7 +166,7 @@ def _serve() -> None:
             place = asked["command"], asked["cwd"], asked["paths"]
             run = partial(_run, *place, asked["env"])
             raise _Fork(partial(_forked, asked["ranks"], run) if asked["ranks"] else partial(run, {}))
-        print(json.dumps(forks.status(child, asked["timeout"])), file=answers, flush=True)
+        print(json.dumps(forks.status(child)), file=answers, flush=True)
 
 
 def _keep_installed() -> None:
@@ -185,10 +193,10 @@ class _Forks:
         self._running: dict[int, tuple[int, socket.socket]] = {}
         """By the descriptor of its process and by that of its stand-in: the process, and who asked for it."""
 
-    def status(self, child: int, timeout: int) -> int | None:
+    def status(self, child: int) -> int | None:
         """How it ended, or None if it had to be killed."""
         own = os.pidfd_open(child)
-        ended = self.attend_until(own, time.monotonic() + timeout)
+        ended = self.attend_until(own, time.monotonic() + PATIENCE)
         if not ended:
             os.kill(child, signal.SIGKILL)
         os.close(own)
@@ -269,24 +277,22 @@ def _launched(count: int, command: Sequence[str]) -> int:
 
 def _forked(count: int, run: Callable[[dict[str, str]], NoReturn]) -> int:
     """So many ranks; when one fails, the others are ended."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
-    size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": str(os.getpid())}
-    left = set[int]()
-    for rank in range(count):
-        child = os.fork()
-        if not child:
-            run(meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        left.add(child)
-    failed = False
-    while left:
-        ended, status = os.wait()
-        left.discard(ended)
-        if status and not failed:
-            failed = True
-            for child in left:
-                os.kill(child, signal.SIGTERM)
+    running, failed = set[int](), False
+    with held_port() as port:
+        meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": str(os.getpid())}
+        for rank in range(count):
+            child = os.fork()
+            if not child:
+                run(meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            running.add(child)
+        while running:
+            ended, status = os.wait()
+            running.discard(ended)
+            if status and not failed:
+                failed = True
+                for child in running:
+                    os.kill(child, signal.SIGTERM)
     return int(failed)
 
 

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from warm_python import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 SOURCES, BUNDLE = ROOT / "page", ROOT / "src" / "keepbusy" / "report" / "page"
@@ -18,21 +19,27 @@ def node() -> str:
     if found is None:
         pytest.skip("there is no Node")
     if not (SOURCES / "node_modules").exists():
-        installed = subprocess.run(["npm", "ci", "--silent"], cwd=SOURCES, capture_output=True, text=True, timeout=300)
+        installed = subprocess.run(
+            ["npm", "ci", "--silent"], cwd=SOURCES, capture_output=True, text=True, timeout=PATIENCE
+        )
         if installed.returncode:
             pytest.skip("npm cannot install what page/package-lock.json names")
     return found
 
 
 def test_the_bundle_is_that_of_the_sources(node: str, tmp_path: Path) -> None:
-    subprocess.run([node, "build.mjs", str(tmp_path)], cwd=SOURCES, check=True, timeout=120)
+    subprocess.run([node, "build.mjs", str(tmp_path)], cwd=SOURCES, check=True, timeout=PATIENCE)
     for name in ("page.js", "page.css"):
         assert (tmp_path / name).read_bytes() == (BUNDLE / name).read_bytes(), f"run `make page`: {name} is another"
 
 
 def test_the_types_hold(node: str) -> None:
     checked = subprocess.run(
-        [node, "node_modules/typescript/bin/tsc", "--noEmit"], cwd=SOURCES, capture_output=True, text=True, timeout=120
+        [node, "node_modules/typescript/bin/tsc", "--noEmit"],
+        cwd=SOURCES,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert (checked.returncode, checked.stdout) == (0, "")
 

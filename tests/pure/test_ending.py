@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import PATIENCE
 
 SOURCES = Path(__file__).parents[2] / "src"
 BEGINS = """\
@@ -23,7 +24,7 @@ def ended(program: str, in_handler: bool = True, before: str = "") -> subprocess
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
     quiet = "-Wignore::DeprecationWarning"  # since Python 3.12, of each fork beside a thread
     return subprocess.run(
-        [sys.executable, quiet, "-c", source], capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable, quiet, "-c", source], capture_output=True, text=True, env=environment, timeout=PATIENCE
     )
 
 

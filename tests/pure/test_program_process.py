@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from warm_python import PATIENCE
 
 SOURCES = Path(__file__).parents[2] / "src"
 SUPERVISED = """\
@@ -64,7 +65,7 @@ def test_a_program_is_run_where_a_standard_stream_is_closed(closed: int) -> None
     )
     source += "os._exit(os.waitstatus_to_exitcode(process.wait()))\n"
     command = ["sh", "-c", f'exec "$0" "$@" {closed}>&-', sys.executable, "-c", source]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCES)}, check=False, timeout=60)
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCES)}, check=False, timeout=PATIENCE)
     assert done.returncode == 5
 
 

@@ -16,7 +16,7 @@ PAGES = sorted(COURSE.glob("[1-6]-*.md"))
 def test_a_chapter_is_what_its_programs_make(page: Path, tmp_path: Path, warm_python: WarmPython) -> None:
     """A program whose assert fails ends the build, and its output is told here."""
     build = [str(COURSE / "build.py"), "--to", str(tmp_path), page.name[0]]
-    done = warm_python.python(*build, cwd=tmp_path, timeout=300)
+    done = warm_python.python(*build, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     text = page.read_text(encoding="utf-8")
     assert (tmp_path / page.name).read_text(encoding="utf-8") == text, "if this is meant, `make course`"

@@ -29,7 +29,7 @@ def test_the_report_of_an_example(name: str, warm_python: WarmPython) -> None:
     program, *arguments = shlex.split(command.removeprefix("$ "))
     assert program == "keepbusy"
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    done = warm_python.keepbusy(*arguments, cwd=ROOT, env=environment, timeout=300)
+    done = warm_python.keepbusy(*arguments, cwd=ROOT, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     if os.environ.get("KEEPBUSY_SNAPSHOTS") == "write":
         kept.write_text(f"{command}\n{done.stdout}", encoding="utf-8")

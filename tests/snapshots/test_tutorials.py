@@ -37,7 +37,7 @@ def test_a_tutorial_shows_what_its_commands_print(name: str, tmp_path: Path, war
                 words = shlex.split(line, comments=True)
                 if words[:1] != ["keepbusy"] or READERS_OWN in words:
                     continue
-                done = warm_python.keepbusy(*words[1:], cwd=tmp_path, env=environment, timeout=300)
+                done = warm_python.keepbusy(*words[1:], cwd=tmp_path, env=environment)
                 assert (done.returncode, done.stderr) == (0, ""), line
                 printed, script = done.stdout, tmp_path / words[-1]
         elif language == "python":

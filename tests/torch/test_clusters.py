@@ -4,7 +4,6 @@ Kubernetes start is read by torchrun itself."""
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.run import parse_args
-from warm_python import SOURCES, warm
+from warm_python import SOURCES, held_port, warm
 
 import keepbusy
 
@@ -45,7 +44,7 @@ def made(path: Path, text: str) -> None:
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Mapping[str, str]:
+def host(tmp_path: Path) -> Iterator[Mapping[str, str]]:
     """An environment in which `torchrun` is this Python's, with its program, and what SLURM would have told."""
     (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
     tools = tmp_path / "tools"
@@ -55,13 +54,9 @@ def host(tmp_path: Path) -> Mapping[str, str]:
     made(tools / "srun", 'for node in 0 1; do mkdir -p $node; TMPDIR=$PWD/$node "$@" & done; wait')
     told = {"SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7"}
     paths = {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCES)}
-    return os.environ | told | paths | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": free_port()}
-
-
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("localhost", 0))
-        return str(one.getsockname()[1])
+    with held_port() as port:
+        meeting = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MASTER_PORT": str(port)}
+        yield os.environ | told | paths | meeting
 
 
 def documents(name: str) -> Iterator[Any]:
@@ -72,7 +67,7 @@ def documents(name: str) -> Iterator[Any]:
 def test_the_batch_script_of_slurm_is_one_report_of_two_hosts(tmp_path: Path, host: Mapping[str, str]) -> None:
     command = ["bash", str(FILES / "train.sbatch"), "--epochs", "1"]
     assert subprocess.run(["bash", "-n", *command[1:2]]).returncode == 0
-    done = warm().python("-c", AS_STARTED, *command, cwd=tmp_path, env=host, timeout=200, agent=True)
+    done = warm().python("-c", AS_STARTED, *command, cwd=tmp_path, env=host, agent=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("keepbusy · train.py · virtual NVIDIA H200 · 2 ranks · ") == 1, done.stderr
     assert [*keepbusy.load(tmp_path / "run-7.busy").ranks] == [0, 1]

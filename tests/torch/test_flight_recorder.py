@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One job of four ranks makes them all."""
     folder = tmp_path_factory.mktemp("dumps")
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "2000"}
-    done = warm().python(str(DUMPS), str(folder), cwd=folder, env=environment, timeout=300, ranks=4)
+    done = warm().python(str(DUMPS), str(folder), cwd=folder, env=environment, ranks=4)
     assert done.returncode == 0, done.stderr
     yield folder
     shutil.rmtree(folder)

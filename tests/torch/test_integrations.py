@@ -106,7 +106,7 @@ def trained(program: str, folder: Path, warm_python: WarmPython, **variables: st
     script = folder / "train.py"
     script.write_text(program + HELD, encoding="utf-8")
     command = ("run", "--clock", "modelled", "--values", "none", "--quiet", "train.py")
-    done = warm_python.keepbusy(*command, cwd=folder, env={**os.environ, **variables}, timeout=300)
+    done = warm_python.keepbusy(*command, cwd=folder, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     assert "keepbusy.html shows for what the GPU waited" in done.stderr
     found: dict[str, float] = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
@@ -146,7 +146,7 @@ def test_a_training_of_accelerate(tmp_path: Path, warm_python: WarmPython) -> No
 def test_without_a_gpu_a_training_goes_on_and_is_told_so(tmp_path: Path, warm_python: WarmPython) -> None:
     pytest.importorskip("accelerate", reason="there is no accelerate")
     (tmp_path / "train.py").write_text(trainer_programs.ACCELERATE + "print(recording.tracker)\n", encoding="utf-8")
-    done = warm_python.python("train.py", cwd=tmp_path, timeout=120)
+    done = warm_python.python("train.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "None\n")
     assert (
         "keepbusy: there is no GPU here, so nothing is recorded; `keepbusy run` lends a virtual one.\n" in done.stderr

@@ -60,9 +60,7 @@ def run(tmp_path: Path, warm_python: WarmPython):
     def run(source: str, *arguments: str, verb: str = "run"):
         (tmp_path / "train.py").write_text(source)
         environment = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-        return warm_python.keepbusy(
-            verb, *arguments, "train.py", cwd=tmp_path, env=environment, timeout=300, agent=True
-        )
+        return warm_python.keepbusy(verb, *arguments, "train.py", cwd=tmp_path, env=environment, agent=True)
 
     return run
 
@@ -193,6 +191,6 @@ def test_the_page_on_overlap_shows_what_its_commands_print(how: str, warm_python
     command, *lines = shown.splitlines()
     words = command.removeprefix("$ keepbusy ").split()
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "COLUMNS": "100", "NO_COLOR": "1"}
-    done = warm_python.keepbusy(*words, cwd=page.parent / "overlap", env=environment, timeout=300)
+    done = warm_python.keepbusy(*words, cwd=page.parent / "overlap", env=environment)
     assert done.returncode == 0, done.stderr
     assert [line for line in lines if line not in done.stdout.splitlines()] == [], done.stdout

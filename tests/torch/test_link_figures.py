@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from warm_python import SOURCES, WarmPython
+from warm_python import PATIENCE, SOURCES, WarmPython, held_port
 
 from keepbusy.cli.doctor import device_file, law
 from keepbusy.recording.machine_figures import LinkFigures, _meetings
@@ -23,7 +23,7 @@ KINDS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 
 
 def test_the_links_of_two_processes(tmp_path: Path, warm_python: WarmPython) -> None:
-    done = warm_python.keepbusy("doctor", "--ranks", "2", "--save", "mine.toml", cwd=tmp_path, timeout=300, agent=True)
+    done = warm_python.keepbusy("doctor", "--ranks", "2", "--save", "mine.toml", cwd=tmp_path, agent=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("keepbusy doctor · 2 ranks over gloo · PyTorch ")
     there, back = re.findall(r"rank [01] .*?([\d.]+) ", done.stdout.replace("\n", " \n"))
@@ -36,18 +36,18 @@ def test_the_links_of_two_processes(tmp_path: Path, warm_python: WarmPython) -> 
 
 
 def test_within_a_job_of_two_hosts_the_first_rank_tells(tmp_path: Path, warm_python: WarmPython) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     agent = [warm_python.executable, "-m", "torch.distributed.run"]
     agent += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts=0"]
-    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", tmp_path.name]
-    command = [*agent, "-m", "keepbusy", "doctor", "--ranks", "2", "--save", str(tmp_path / "two.toml")]
-    nodes = [
-        subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    said = [node.communicate(timeout=300) for node in nodes]
+    doctor = ["-m", "keepbusy", "doctor", "--ranks", "2", "--save", str(tmp_path / "two.toml")]
+    with held_port() as port:
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", tmp_path.name]
+        nodes = [
+            subprocess.Popen(
+                [*agent, *meeting, *doctor], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for _ in range(2)
+        ]
+        said = [node.communicate(timeout=PATIENCE) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     (report,) = [out for out, _ in said if out]
     assert "on 2 ranks, 2 hosts" in report
@@ -71,7 +71,7 @@ def test_on_virtual_gpus_it_finds_the_laws_of_their_device_file(tmp_path: Path, 
     """NCCL's part of the program: what it finds is what the device file says, and what it writes is that again."""
     (tmp_path / "measuring.py").write_text(MEASURING, encoding="utf-8")
     options = ("--on", "h200", "--ranks", "2", "--clock", "modelled", "--values", "none", "--quiet")
-    done = warm_python.keepbusy("run", *options, "measuring.py", cwd=tmp_path, timeout=300)
+    done = warm_python.keepbusy("run", *options, "measuring.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = typed(LinkFigures, json.loads((tmp_path / "found.json").read_text(encoding="utf-8")))
     wire = read_device("h200").wire
@@ -124,7 +124,7 @@ def test_a_rank_that_dies_or_stops_is_named(
     folder.mkdir()
     (site / "sitecustomize.py").write_text(STRUCK.format(strike=int(strike)), encoding="utf-8")
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(site), str(SOURCES)])}
-    done = warm_python.python("-c", IMPATIENT, cwd=folder, env=environment, timeout=200, agent=True)
+    done = warm_python.python("-c", IMPATIENT, cwd=folder, env=environment, agent=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"keepbusy: {sentence}\n")
     assert list(folder.iterdir()) == []
 

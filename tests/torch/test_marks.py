@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from warm_python import SOURCES, warm
+from warm_python import PATIENCE, SOURCES, warm
 
 import keepbusy
 from keepbusy.recording.run_counters import KEPT_TURNS, Loaders, Pauses, without_processor
@@ -513,7 +513,7 @@ def test_what_is_compiled_is_compiled_as_ever() -> None:
     """The compiler does not see the wrapper around the outermost call, nor what stands behind the optimizer's hook."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=PATIENCE, env=environment
     )
     assert done.stdout.splitlines() == ["3", "3 3"], done.stderr
     assert not mentions_us(done.stderr)

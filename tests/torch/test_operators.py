@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import PATIENCE
 
 Sweep = tuple[list[str], int]
 """The rows that went wrong, and how many samples went right."""
@@ -39,7 +40,7 @@ def sweeps() -> dict[str, Sweep]:
         [sys.executable, str(Path(__file__).with_name("operator_sweep.py")), "1", "3"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     assert done.returncode == 0, done.stderr[-500:]

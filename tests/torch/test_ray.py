@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray_programs
 import test_many_ranks
+from warm_python import PATIENCE
 
 import keepbusy
 from keepbusy.traces import read
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "train.py", str(folder / "results"), str(folder / "traces")]
     environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return folder

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from warm_python import SOURCES, WarmPython
+from warm_python import PATIENCE, SOURCES, WarmPython
 
 import keepbusy
 from keepbusy.timeline.busy_file import load
@@ -84,7 +84,7 @@ def record(tmp_path: Path, warm_python: WarmPython):
         if stderr is None:
             return warm_python.keepbusy(*command, cwd=tmp_path, env=environment, agent=agent)
         return subprocess.run(
-            [sys.executable, "-m", "keepbusy", *command], cwd=tmp_path, text=True, timeout=120, env=environment,
+            [sys.executable, "-m", "keepbusy", *command], cwd=tmp_path, text=True, timeout=PATIENCE, env=environment,
             stderr=stderr,
         )  # fmt: skip
 

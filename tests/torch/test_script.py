@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from warm_python import warm
+from warm_python import PATIENCE, warm
 
 SOURCES = Path(__file__).parents[2] / "src"
 WORK = "import torch\nx = torch.ones(8, device='cuda') * 2\n"
@@ -33,7 +33,7 @@ def both(
 
 def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
     )
 
 

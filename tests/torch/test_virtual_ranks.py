@@ -216,14 +216,15 @@ dist.destroy_process_group()
 
 
 SPAWNED = """\
+import os
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 
-def train(rank, world, port):
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def train(rank, world):
+    dist.init_process_group("nccl", init_method=f"file://{os.getcwd()}/meet", rank=rank, world_size=world)
     torch.cuda.set_device(rank)
     model = DistributedDataParallel(torch.nn.Linear(64, 64).cuda(), device_ids=[rank])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -236,12 +237,7 @@ def train(rank, world, port):
 
 
 if __name__ == "__main__":
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(train, args=(2, port), nprocs=2)
+    mp.spawn(train, args=(2,), nprocs=2)
 """
 
 
