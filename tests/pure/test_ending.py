@@ -87,8 +87,13 @@ HANGS = """\
 import ctypes
 mutex = ctypes.create_string_buffer(64)
 libc = ctypes.CDLL(None)
+waiters = ctypes.c_int.from_buffer(mutex)
 libc.pthread_mutex_lock(mutex)
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+def strike():
+    while waiters.value != 2:  # so glibc notes that somebody waits
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=strike).start()
 libc.pthread_mutex_lock(mutex)  # never comes back, and no signal gets it out
 """
 

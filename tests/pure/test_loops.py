@@ -13,6 +13,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
+from warm_python import PATIENCE
 from watched import codes_of, loops_of_jumps, targets
 
 from keepbusy.instrument.loops import (
@@ -596,7 +597,7 @@ def test_other_threads_count_by_what_the_processors_gave_them() -> None:
     """The thread that computed stands at its line of the program; the one that waited was given nothing."""
     names = {name: threading.Event() for name in ("there", "also", "begun", "begin", "once", "ended")}
     source = (
-        "def compute():\n    there.set(); begin.wait()\n    sum(range(300_000)); once.set(); ended.wait()\n"
+        "def compute():\n    there.set(); begin.wait()\n    sum(range(3_000_000)); once.set(); ended.wait()\n"
         "def rest():\n    also.set(); ended.wait()\n"
         "def foreign():\n    import threading; threading.current_thread(); begun.set(); ended.wait()\n"
     )
@@ -606,10 +607,10 @@ def test_other_threads_count_by_what_the_processors_gave_them() -> None:
         thread.start()
     _thread.start_new_thread(names["foreign"], ())  # type: ignore[arg-type]
     watch = LoopWatch(Clock())
-    assert all(names[one].wait(60) for one in ("there", "also", "begun"))
+    assert all(names[one].wait(PATIENCE) for one in ("there", "also", "begun"))
     watch.look()
     names["begin"].set()
-    assert names["once"].wait(60)
+    assert names["once"].wait(PATIENCE)
     watch.look()
     names["ended"].set()
     for thread in threads:
@@ -619,4 +620,4 @@ def test_other_threads_count_by_what_the_processors_gave_them() -> None:
     took = {(looks.codes[line.code].co_name, line.line): time for line, time in looks.beside.items()}
     assert took.keys() >= {("compute", 3), ("rest", 5)}
     assert not [name for name, _ in took if name == "foreign"]
-    assert took["compute", 3] > 100_000 > took["rest", 5]
+    assert took["compute", 3] > 10 * took["rest", 5]  # which may still have been on its way to where it waits

@@ -185,15 +185,19 @@ def test_where_the_program_is_within_a_call_of_ours_is_none_of_its_lines() -> No
 
 
 def test_what_the_program_does_during_a_look_is_not_what_the_look_cost() -> None:
-    """On a busy machine it may be a whole stretch of its work, and all of it was once taken off."""
+    """On a busy machine it may be a whole stretch of its work, and all of it was once taken off. That of a look in
+    which another process had the core between two readings is not known."""
 
     def work_meanwhile(_: Any) -> int:
         return sum(range(400_000)) and 7
 
     watcher, _ = onlooker(work_meanwhile)
-    begun = real_time.perf_counter_ns()
-    watcher.look()
-    took = real_time.perf_counter_ns() - begun
-    cost, [(_, place)] = watcher.take()
-    assert place == 7
-    assert cost < took / 2
+    shares = []
+    for _ in range(5):
+        begun = real_time.perf_counter_ns()
+        watcher.look()
+        took = real_time.perf_counter_ns() - begun
+        cost, [(_, place)] = watcher.take()
+        assert place == 7
+        shares.append(cost / took)
+    assert min(shares) < 1 / 2

@@ -386,12 +386,10 @@ def test_ranks_open_later_windows_at_the_same_step(record, tmp_path: Path) -> No
 
 
 TALKS = """\
-import time
+import os
 model, numbers = torch.nn.Linear(8, 8), 0
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-until = 0
-while numbers < 100 or time.perf_counter() < until:
-    until = until or time.perf_counter() + 1.5
+while numbers < 100 or not os.path.exists("seen"):
     model(torch.ones(8)).sum().backward()
     optimizer.step()
     numbers += 1
@@ -401,27 +399,33 @@ while numbers < 100 or time.perf_counter() < until:
 
 
 def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: Path, record) -> None:
-    """Seen by a terminal on paper, as large as the one that the program has."""
+    """Seen by a terminal on paper, as large as the one that the program has. The program goes on until all is seen."""
     sys.path.insert(1, str(HERE.parent / "pure"))
     from screens import PaperScreen
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
-    written: list[bytes] = []
-    reading = threading.Thread(target=lambda: written.extend(iter(lambda: _read(ours), b"")))
-    reading.start()
+    screen = PaperScreen(100, 20)
+
+    def watch() -> None:
+        written, has_figures, has_tree = b"", False, False
+        while part := _read(ours):
+            *drawn, written = (written + part).split(b"\x1b8")
+            for each in drawn:
+                screen.write(each.decode() + "\x1b8")
+                has_figures |= screen.lines[-1].startswith("keepbusy · step ") and "s (" in screen.lines[-1]
+                has_tree |= any(" so far" in line for line in screen.lines)
+            if has_figures and has_tree:
+                (tmp_path / "seen").touch()
+        screen.write(written.decode())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
     record("import sys, torch\n" + TALKS, "--live", stderr=theirs)
     os.close(theirs)
-    reading.join()
-    screen, frames, grown = PaperScreen(100, 20), set(), set()
-    for part in b"".join(written).decode().split("\x1b8"):
-        screen.write(part + "\x1b8" if part else "")
-        frames.add(screen.lines[-1])
-        grown |= {line for line in screen.lines if " so far" in line}
+    watching.join()
     said = [line for line in (*screen.scrolled, *screen.lines) if line.startswith("<")]
     assert said == [f"<{100 * number}>" for number in range(1, len(said) + 1)]
-    assert any(frame.startswith("keepbusy · step ") and "s (" in frame for frame in frames), frames
-    assert grown
     assert screen.lines[-1] == ""
     assert (screen.top, screen.bottom) == (0, 19)
 

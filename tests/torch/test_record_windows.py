@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from pretended import pretend
+from warm_python import PATIENCE
 
 from keepbusy.instrument.loop_tree import BusyLoop, LoopSite
 from keepbusy.instrument.loops import Line
@@ -68,8 +69,8 @@ def test_what_was_known_when_a_window_opened_is_left(tmp_path: Path) -> None:
     run._give_way()
 
 
-def busy_turn(window: Window, milliseconds: int = 3_000) -> None:
-    """A turn in which each line works."""
+def busy_turn(window: Window, milliseconds: int = 1000 * PATIENCE) -> None:
+    """A turn in which each line works, until the window closes or for so long."""
     until = window.clock() + milliseconds * 1_000_000
     while window.is_open and window.clock() < until:
         torch.ones(8).sum()
@@ -374,7 +375,8 @@ def test_what_lies_between_two_runs_of_a_loop_is_none_of_its_turns(
     took = [(last[1] - first[1]) / 1e6 for first, last in itertools.pairwise(look["ticks"])]
     assert len(took) == 20
     assert 2 <= len(look["beside"]) <= 3
-    assert {row for row, one in enumerate(took) if one > 19} == set(look["beside"])
+    assert {later - one for one, later in itertools.pairwise(look["beside"])} == {8}
+    assert all(took[row] >= 20 for row in look["beside"])  # others may take as long on a busy machine
 
 
 def test_a_turn_that_a_librarys_lines_have_slowed_is_looked_at_again_without_them(
