@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from warm_python import PATIENCE, SOURCES, WarmPython
 
 import keepbusy
 from keepbusy.timeline.busy_file import load
-from keepbusy.timeline.run_facts import DRIFT, STALL
+from keepbusy.timeline.run_facts import STALL
 
 HERE = Path(__file__).parent
 
@@ -330,11 +331,14 @@ RARE = (
     if step % 100 == 60:
         evaluate()
     time.sleep(0.004)
+    ends.append(time.perf_counter())
+print(json.dumps(ends), file=sys.stderr)
 """
 )
-"""Beside steps of 5 ms the machine's own whims are no stalls."""
+"""Beside steps of 5 ms the machine's own whims are no stalls, unless it is very busy."""
 EVALUATE = """\
-import time
+import json, time
+ends = []
 
 def evaluate():
     until = time.perf_counter() + 0.15
@@ -350,39 +354,63 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record, tmp_
         site.write(LOOKS_OFTEN)
     done = record(RARE.replace("torch.manual_seed", EVALUATE + "torch.manual_seed"), "--json")
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    said, ends = json.loads(done.stdout), json.loads(done.stderr.splitlines()[-1])
     (run,) = said["plain_runs"]
+    assert run["marked_by"] == "optimizer"
+    took = [end - begin for begin, end in pairwise(ends)]
+    others = sorted(time for step, time in enumerate(took, 1) if step % 100 != 60)
+    if others[-len(others) // 100] > 0.05:
+        pytest.skip("on this machine one step in a hundred was held up as the program's own stalls are")
     stall = run["stalls"][0]
-    assert (stall["called_at"] or stall["where"]) == "train.py:28"  # in it, no line may have been seen most of the time
+    assert (stall["called_at"] or stall["where"]) == "train.py:29"  # in it, no line may have been seen most of the time
     assert (stall["every"], stall["regular"]) == (100.0, True)
     assert stall["count"] >= 7  # of eleven, one was looked at
     assert 130 < stall["time"] < 1000
-    assert run["marked_by"] == "optimizer"
     # a window was open when it came again; another may have been for a beat of the machine's own
     rare = next(one for one in said["rare"] if one["step"] % 100 == 62)
-    assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} & {12, 13}
+    assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} & {13, 14}
     assert f" {rare['step'] - 1} to {rare['step'] + 1}" in said["notes"][0]
 
 
-RARE_OF_RANKS = (
-    RARE.replace("range(1100)", "range(1600)")
-    .replace(
-        "torch.manual_seed(0)\n", EVALUATE + "import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-    )
-    .replace("    optimizer.step()\n", "    dist.all_reduce(model[0].weight.grad)\n    optimizer.step()\n")
-)
+PLANS_A_STALL = """\
+import os
+from dataclasses import asdict
+from pathlib import Path
+from keepbusy.timeline.run_facts import STALL, RareStall
+recorder._FIRST_THOUGHT, STEP = 0, 404
+
+def stalls(self, *_):
+    if not self.taken:
+        stall = RareStall("", 3, 100.0, True, 1, 1, 1.0, last=STEP - 100)
+        turns, opens = plan.TURNS_BEFORE + 1 + plan.TURNS_AFTER, STEP - plan.SETTLING_TURNS - plan.TURNS_BEFORE - 1
+        yield plan.Occasion(STALL, 1, turns, {"step": STEP, "stall": asdict(stall)}, opens)
+
+def noting(act):
+    def noted(self, *given, **named):
+        act(self, *given, **named)
+        if self.planned is not None:
+            Path("planned by " + os.environ["RANK"]).touch()
+    return noted
+
+plan.WindowPlan._stalls = stalls
+plan.WindowPlan._loops = plan.WindowPlan._change = lambda *_: ()
+plan.WindowPlan.think, plan.WindowPlan.follow = noting(plan.WindowPlan.think), noting(plan.WindowPlan.follow)
+"""
+"""The first rank looks again at a step that lies far ahead, and no rank is there before it has heard of it."""
+LOOKS_AGAIN = RANKS.replace("range(40)", "range(420)").replace("import os\n", "import os, time\n").replace(
+    "DIES", "while step == 200 and not os.path.exists(f'planned by {dist.get_rank()}'): time.sleep(0.01)"
+).replace("    optimizer.step()\n", "    dist.all_reduce(model[0].weight.grad)\n    optimizer.step()\n")  # fmt: skip
 
 
 def test_ranks_open_later_windows_at_the_same_step(record, tmp_path: Path) -> None:
     """Turns alone say when they close: on a busy machine one rank's would be over within its first turn."""
     with (tmp_path / "sitecustomize.py").open("a") as site:
-        site.write(IS_IN_NO_HURRY + LOOKS_OFTEN)
-    done = record(RARE_OF_RANKS, "--ranks", "2", "--save", "run.busy", "--quiet", agent=True)
+        site.write(IS_IN_NO_HURRY + LOOKS_OFTEN + PLANS_A_STALL)
+    done = record(LOOKS_AGAIN, "--ranks", "2", "--save", "run.busy", "--quiet", agent=True)
     assert done.returncode == 0, done.stderr
-    later = [one for one in load(tmp_path / "run.busy").further if one.facts.reason.why in (STALL, DRIFT)]
-    assert later
-    assert [one.ranks for one in later] == [[0, 1]] * len(later)
-    assert all(one.facts.recorded for one in later)
+    (later,) = load(tmp_path / "run.busy").further
+    assert (later.facts.reason.why, later.ranks) == (STALL, [0, 1])
+    assert 404 in later.facts.recorded
 
 
 TALKS = """\
