@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_python import PATIENCE
+from notebooks import execute
 
 nbformat = pytest.importorskip("nbformat", reason="there is no nbformat: pip install nbclient ipykernel")
-nbclient = pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
+pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
 pytest.importorskip("ipykernel", reason="there is no ipykernel: pip install ipykernel")
 RUN = Path(__file__).parents[1] / "gpu" / "truth" / "live" / "item_every_step.busy"
 CELLS = (
@@ -25,7 +25,7 @@ def outputs() -> list[Any]:
     """What the cells show, each the first thing of its cell."""
     cells = [nbformat.v4.new_code_cell(cell) for cell in CELLS]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, timeout=PATIENCE, startup_timeout=PATIENCE, kernel_name="python3").execute()
+    execute(notebook)
     return [cell.outputs[0] for cell in notebook.cells]
 
 

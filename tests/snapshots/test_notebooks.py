@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from warm_python import PATIENCE, warm
+from notebooks import execute
+from warm_python import warm
 
 nbformat = pytest.importorskip("nbformat", reason="there is no nbformat: pip install nbclient ipykernel")
-nbclient = pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
+pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
 pytest.importorskip("ipykernel", reason="there is no ipykernel: pip install ipykernel")
 COURSE = Path(__file__).parents[2] / "docs" / "course"
 NOTEBOOKS = sorted(COURSE.glob("chapter?/*.ipynb"))
@@ -43,7 +44,7 @@ def test_the_notebooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
         sources = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"][:RUN]
         of_each[path] = [nbformat.v4.new_code_cell(source) for source in (f"%cd -q {path.parent}", *sources)]
     notebook = nbformat.v4.new_notebook(cells=[cell for cells in of_each.values() for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=PATIENCE, startup_timeout=PATIENCE, kernel_name="python3").execute()
+    execute(notebook)
     for _, _, *programs in of_each.values():
         assert programs
         for cell in programs:

@@ -6,10 +6,11 @@ import sys
 from typing import Any
 
 import pytest
-from warm_python import PATIENCE, warm
+from notebooks import execute
+from warm_python import warm
 
 nbformat = pytest.importorskip("nbformat", reason="there is no nbformat: pip install nbclient ipykernel")
-nbclient = pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
+pytest.importorskip("nbclient", reason="there is no nbclient: pip install nbclient ipykernel")
 pytest.importorskip("ipykernel", reason="there is no ipykernel: pip install ipykernel")
 SUMS = """%%keepbusy --clock modelled
 import torch
@@ -34,7 +35,7 @@ def printed(outputs: list[Any]) -> str:
 def test_a_cell_is_run_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", warm().executable)  # of the kernel
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    nbclient.NotebookClient(notebook, timeout=PATIENCE, startup_timeout=PATIENCE, kernel_name="python3").execute()
+    execute(notebook)
     _, sums, about, nonsense, failed = (cell.outputs for cell in notebook.cells)
     assert printed(sums) == "262144.0\n" * 5
     assert sums[-1]["data"]["text/html"].startswith('<iframe sandbox="allow-scripts" srcdoc="')
