@@ -98,13 +98,17 @@ def places(said: dict) -> set[tuple[str, int]]:
     return {(one["file"], one["line"]) for one in found}
 
 
-def test_the_report_names_exact_lines_and_says_what_was_recorded(record) -> None:
+def test_the_report_names_exact_lines_and_says_what_was_recorded(record, tmp_path: Path) -> None:
     done = record(LONG, "--json", "--save", "run.busy")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert 2 <= said["steps"] <= 5  # fewer where they take long, as on a busy machine
-    assert places(said) <= {("train.py", line) for line in (5, 11, 12, 13, 14, 15, 16, 17)}
-    assert ("train.py", 17) in places(said)
+    # which of them the GPU waits for, and whether a sync is one of them, depends on where the machine held the host up
+    lines = {("train.py", line) for line in (5, *range(10, 18))}
+    assert places(said)
+    assert places(said) <= lines
+    names = {name for name in load(tmp_path / "run.busy").names if name.startswith("train.py(")}
+    assert {"train.py(5): loss_of", "train.py(14): <module>", "train.py(17): <module>"} <= names
     assert any(note.startswith("Recorded were steps ") for note in said["notes"])
     assert done.stderr == ""
     assert "torch/nn/utils/clip_grad.py" in done.stdout or "torch/optim/adam" in done.stdout

@@ -385,7 +385,6 @@ def test_a_turn_that_a_librarys_lines_have_slowed_is_looked_at_again_without_the
     """Of a turn that is usually over by then only its beginning was seen."""
     run = Run(RunOptions(str(tmp_path), after=STEPS_BEFORE_WINDOW))
     monkeypatch.setattr(run.marks, "plain_step", lambda *near: SETTLES_WITHIN)
-    monkeypatch.setattr("keepbusy.recording.recorder.is_granted", lambda *_: True)
     stepping(run, lambda count: None, STEPS_BEFORE_WINDOW)
     first = run.window
     busy_turn(first, 3 * SETTLES_WITHIN // 1_000_000)
@@ -404,7 +403,8 @@ TRACES = Path(__file__).parents[1] / "snapshots" / "traces"
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns alone say when a window closes, on a busy machine, too."""
+    """Turns alone say when a window closes, and another one is granted, on a busy machine, too."""
+    monkeypatch.setattr("keepbusy.recording.recorder.is_granted", lambda *_: True)
     for name in ("is_available", "is_initialized"):  # the profiler asks no device that there is not
         monkeypatch.setattr(torch.cuda, name, lambda: False)
     for name in ("LONGEST_OPEN", "WHOLE_TURNS_AFTER"):
