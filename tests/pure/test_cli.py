@@ -373,33 +373,12 @@ def test_a_folder_means_its_traces_and_a_pattern_what_it_matches(
     assert [path.name for path in cli.expand(["."])] == ["a.json"]
 
 
-def test_a_file_takes_its_place_only_once_it_is_whole(tmp_path: Path) -> None:
-    path = tmp_path / "out.txt"
-    path.write_text("before")
-    with pytest.raises(ZeroDivisionError), cli.replacing(path) as part:
-        part.write_text(str(1 / 0))
-    assert path.read_text() == "before"
-    with cli.replacing(path) as part:
-        part.write_text("after")
-    assert path.read_text() == "after"
-    assert list(tmp_path.iterdir()) == [path]
-    (tmp_path / "plain").touch()
-    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-def test_devices_are_written_not_replaced() -> None:
-    with cli.replacing(Path(os.devnull)) as part:
-        assert part == Path(os.devnull)
-
-
-def test_links_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "file")
-    with cli.replacing(tmp_path / "link") as part:
-        part.write_text("x")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_text() == "x"
-    with pytest.raises(BadInput, match="no place for a file"):
-        cli.check_place(tmp_path)
+def test_a_folder_is_no_place_for_a_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "file"):
+        with pytest.raises(BadInput, match="no place for a file"):
+            cli.check_place(path)
+    (tmp_path / "link").symlink_to("file")
+    cli.check_place(tmp_path / "link")
 
 
 # the verbs, on a real trace
@@ -526,6 +505,34 @@ def test_a_terminal_that_knows_ascii_only_gets_ascii() -> None:
     done = process("explain", str(TRACE), *PLAIN, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert done.stdout.isascii()
+
+
+WRITING = [
+    ("explain", *PLAIN, "--save", "out.busy"),
+    ("show", *PLAIN, "-o", "out.html"),
+    *(("export", "--to", kind, "-o", name) for kind in ("perfetto", "csv", "json") for name in ("out", "out.gz")),
+]
+
+
+@pytest.mark.parametrize("asked", WRITING, ids=" ".join)
+def test_a_place_that_is_full_is_named(trace: str, capsys: pytest.CaptureFixture[str], asked: tuple[str, ...]) -> None:
+    Path(asked[-1]).symlink_to("/dev/full")
+    code, _, error = ask(capsys, *asked, trace)
+    assert code == 2
+    assert f"{asked[-1]}" in one_sentence(error)
+    assert "No space left on device" in error
+
+
+@pytest.mark.parametrize("asked", WRITING, ids=" ".join)
+def test_what_is_replaced_keeps_its_mode(
+    trace: str, capsys: pytest.CaptureFixture[str], asked: tuple[str, ...]
+) -> None:
+    path = Path(asked[-1])
+    path.touch()
+    path.chmod(0o640)
+    assert ask(capsys, *asked, trace)[::2] == (0, "")
+    assert path.stat().st_size
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_full_disk_is_said_in_one_sentence() -> None:

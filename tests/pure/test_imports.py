@@ -34,7 +34,7 @@ ROOMS = {
         {"instrument", "runtime", "timeline", "explain", "report.source", "report.exports"},
         {"torch", "libcst", "numpy"},
     ),
-    "runtime": (set(), {"torch"}),
+    "runtime": ({"timeline.files"}, {"torch"}),
     "integrations": (
         {
             *("timeline", "instrument.processes", "instrument.ENDED", "recording.recorded_run", "traces.trace_file"),
@@ -131,7 +131,8 @@ def test_every_folder_is_a_room() -> None:
         ("recording", "keepbusy.virtual", False),
         ("explain", "rich", False),
         ("cli", "keepbusy.traces", True),
-        ("runtime", "keepbusy.timeline", False),
+        ("runtime", "keepbusy.timeline.model", False),
+        ("runtime", "keepbusy.timeline.files", True),
     ],
 )
 def test_the_table_itself(room: str, module: str, allowed: bool) -> None:
@@ -157,15 +158,15 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 647,
-    "timeline": 2852,
+    "timeline": 2975,
     "traces": 2379,
     "instrument": 2595,
-    "recording": 4071,
-    "virtual": 8764,
+    "recording": 4070,
+    "virtual": 8763,
     "explain": 4709,
     "report": 3136,
-    "runtime": 5600,
-    "cli": 3744,
+    "runtime": 5597,
+    "cli": 3737,
     "fix": 6953,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -54,17 +54,51 @@ def test_a_session_leaves_nothing(tmp_path: Path) -> None:
         assert [*tmp_path.glob("keepbusy-*")] == []
 
 
-def test_where_ranks_never_met_is_forgotten_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+MEET = """\
+import os
+from keepbusy.cli import program
+folder = program.meeting_place()
+(folder / "rank1.busy").touch()
+print(folder, flush=True)
+{}
+"""
+
+
+def rank(folder: Path, run: str, end: str) -> tuple[Path, subprocess.Popen[str]]:
+    """A rank that has left something where it meets others, and ends like this."""
+    variables = {**os.environ, "TMPDIR": str(folder), "TORCHELASTIC_RUN_ID": run}
+    command = [sys.executable, "-c", MEET.format(end)]
+    started = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
+    assert started.stdout is not None
+    return Path(started.stdout.readline().strip()), started
+
+
+def test_where_ranks_met_that_were_killed_is_taken_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "yesterday")
-    old = program.meeting_place()
-    (old / "rank1.busy").touch()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "today")
-    assert program.meeting_place() != old
-    assert old.exists()
-    os.utime(old, times=(0, 0))
-    assert program.meeting_place().exists()
-    assert not old.exists()
+    _, killed = rank(tmp_path, "killed", "os.kill(os.getpid(), 9)")
+    killed.communicate()
+    held, living = rank(tmp_path, "living", "input()")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "living")
+    assert program.meeting_place() == held
+    assert [path.name for path in held.iterdir()] == ["rank1.busy"]
+    assert [*tmp_path.iterdir()] == [held]
+    living.communicate("\n")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    program.meeting_place()
+    assert held.exists()  # this process is in there, too
+
+
+def test_what_an_earlier_run_of_this_name_left_is_not_taken_for_this_run(tmp_path: Path) -> None:
+    """A port and an id of torchrun come again."""
+    for _ in range(2):
+        folder, killed = rank(tmp_path, "none", "os.kill(os.getpid(), 9)")
+        killed.communicate()
+        (folder / "rank7.busy").touch()
+    [folder] = tmp_path.iterdir()
+    again, living = rank(tmp_path, "none", "input()")
+    assert [path.name for path in again.iterdir()] == ["rank1.busy"]
+    assert again == folder
+    living.communicate("\n")
 
 
 def test_ranks_do_not_meet_in_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ def test_what_holds_is_proven_and_written_also_of_a_module(folder: Path) -> None
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "train.py").write_bytes(BUSY.rstrip().replace("\n", "\r\n").encode())  # as an editor leaves it
+    (package / "train.py").chmod(0o750)
     done = keepbusy(folder, "fix", "--write", "--on", "l4", "--clock", "modelled", "-m", "mine.train")
     assert done.returncode == 0, done
     assert done.stdout.startswith("-m mine.train: a step takes ")
@@ -91,6 +92,7 @@ def test_what_holds_is_proven_and_written_also_of_a_module(folder: Path) -> None
     now = BUSY.rstrip().replace("loss.item()", "loss.detach().double()")
     now = now.replace("    print", "    total = float(total)\n    print").replace("\n", "\r\n")
     assert (package / "train.py").read_bytes() == now.encode()
+    assert (package / "train.py").stat().st_mode & 0o777 == 0o750
 
 
 RANKS = """\

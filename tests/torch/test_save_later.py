@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -131,8 +131,8 @@ def test_a_folder_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
 def test_an_old_checkpoint_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = keepbusy.save_later({"a": 1}, tmp_path / "one.pt").wait()
 
-    def fails(state: Any, part: Path) -> None:
-        part.write_bytes(b"half")
+    def fails(state: Any, part: IO[bytes]) -> None:
+        part.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fails)
@@ -140,6 +140,34 @@ def test_an_old_checkpoint_stays_until_the_new_one_is_whole(tmp_path: Path, monk
         keepbusy.save_later({"a": 2}, path).wait()
     assert torch.load(path) == {"a": 1}
     assert [one.name for one in tmp_path.iterdir()] == ["one.pt"]
+
+
+def test_a_checkpoint_keeps_its_mode(tmp_path: Path) -> None:
+    path = keepbusy.save_later({"a": 1}, tmp_path / "one.pt").wait()
+    path.chmod(0o600)
+    keepbusy.save_later({"a": 2}, path).wait()
+    assert (torch.load(path), path.stat().st_mode & 0o777) == ({"a": 2}, 0o600)
+
+
+KILLED = """\
+import os
+import torch
+import keepbusy
+
+def half(state, file):
+    file.write(b"half")
+    os.kill(os.getpid(), 9)
+
+torch.save = half
+keepbusy.save_later({"a": 1}, "step1.pt").wait()
+"""
+
+
+def test_what_a_killed_training_left_goes_with_its_next_checkpoint(tmp_path: Path, warm_python: WarmPython) -> None:
+    warm_python.python("-c", KILLED, cwd=tmp_path)
+    assert len([*tmp_path.iterdir()]) == 1
+    keepbusy.save_later({"a": 2}, tmp_path / "step2.pt").wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step2.pt"]
 
 
 ENDS = """\

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from keepbusy import __version__
-from keepbusy.timeline import files
 from keepbusy.timeline.figures import NANOSECONDS
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, write_whole
 
 if TYPE_CHECKING:
     from keepbusy.explain.comparison import Comparison
@@ -183,17 +182,10 @@ def _close_nothing() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """As `files.replacing`, for a path that the user gave."""
-    check_place(path)
-    with files.replacing(path) as part:
-        yield part
-
-
 def check_place(path: Path) -> None:
     """Before the work is done that would end there."""
-    if path.is_dir() or not path.resolve().parent.is_dir():
+    target = Path(os.path.realpath(path))
+    if target.is_dir() or not target.parent.is_dir():
         raise BadInput(f"{path}: this is no place for a file; name a file in a folder that exists.")
 
 
@@ -542,16 +534,14 @@ def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
     """Whole or not at all. `source`: what the reader knows the run by."""
     from keepbusy.report import page
 
-    with replacing(path) as part:
-        part.write_text(page.render(diagnosis, source), encoding="utf-8")
+    write_whole(path, page.render(diagnosis, source))
 
 
 def write_comparison(done: Comparison, path: Path, before: str, after: str) -> None:
     """The same of two runs, as the user named them."""
     from keepbusy.report import page
 
-    with replacing(path) as part:
-        part.write_text(page.render_both(done, Path(before).name, Path(after).name), encoding="utf-8")
+    write_whole(path, page.render_both(done, Path(before).name, Path(after).name))
 
 
 def check_name(path: Path) -> None:

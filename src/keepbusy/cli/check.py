@@ -23,11 +23,10 @@ from keepbusy.cli import (
     need_pytorch,
     print_parts,
     program_in,
-    replacing,
     whole_number,
 )
 from keepbusy.instrument.processes import make_folder
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, write_whole
 
 if TYPE_CHECKING:
     from keepbusy.timeline.model import Timeline
@@ -84,8 +83,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     found = tally.GateVerdict(tally.tally(_timeline(options), options.allow), {SYNC: syncs, BLOCKING_COPY: copies})
     for render, path in files.items():
         if path:
-            with replacing(path) as part:
-                part.write_text(render(found), encoding="utf-8")
+            write_whole(path, render(found))
     told = [tally.text(found), "\n"]
     if options.github and (lines := tally.github(found)):
         told += [lines, "\n"]

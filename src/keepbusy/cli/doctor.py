@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, NamedTuple
 
-from keepbusy.cli import check_place, replacing, whole_number, without_pytorch
+from keepbusy.cli import check_place, whole_number, without_pytorch
 from keepbusy.cli.program import DRIVER
 from keepbusy.timeline.figures import duration, listing
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.virtual.costs import device
 from keepbusy.virtual.costs.device import CollectiveLaw, crossings
 
@@ -103,8 +103,7 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
         found = [*(harm for harm in found if harm not in mine), *link_harms(links)]
     yield "\n" + "\n".join([*_told(found), ""])
     if path:
-        with replacing(path) as part:
-            part.write_text(device_file(machine, links, gpus), encoding="utf-8")
+        write_whole(path, device_file(machine, links, gpus))
         plan = f"keepbusy plan --gpus {ranks}" if links else "keepbusy run"
         yield f"\n{path} is this machine: {plan} --on {path} train.py\n"
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import gzip
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli import check_place, expand, open_timeline, progress, replacing
-from keepbusy.timeline.files import BadInput
+from keepbusy.cli import check_place, expand, open_timeline, progress
+from keepbusy.timeline.files import BadInput, replacing
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
@@ -79,6 +80,7 @@ def _explained_if_possible(timeline: Timeline) -> Diagnosis | None:
 
 
 def _write(parts: Iterable[str], path: Path) -> None:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with replacing(path) as part, opened(part, "wt", encoding="utf-8", newline="") as file:
-        file.writelines(parts)
+    with replacing(path) as whole:
+        is_packed = path.suffix == ".gz"
+        with gzip.GzipFile(path.name, "wb", fileobj=whole) if is_packed else nullcontext(whole) as file:
+            file.writelines(part.encode() for part in parts)

@@ -30,14 +30,13 @@ from keepbusy.cli import (
     need_pytorch,
     print_parts,
     program_in,
-    replacing,
     whole_number,
 )
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.processes import make_folder
 from keepbusy.report import words
 from keepbusy.timeline.figures import duration
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, write_whole
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
@@ -89,8 +88,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     told, held = [*_diffs(search.held)], search.held
     if options.write:
         for file, source in held.items():
-            with replacing(Path(file)) as part:
-                part.write_bytes(source.encode())
+            write_whole(Path(file), source)
         told.append(f"written: {', '.join(held)}\n" if held else "nothing was written\n")
     elif held:
         told.append("nothing was written; `keepbusy fix --write` writes these changes into the source\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from keepbusy.cli import line_of, screen
 from keepbusy.instrument.processes import high_copy, make_folder
 from keepbusy.instrument.script import flush
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, lock, remove_stale, write_whole
 from keepbusy.timeline.model import Timeline
 
 if TYPE_CHECKING:
@@ -103,15 +104,15 @@ def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespa
     ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
     from keepbusy.recording.recorder import RunOptions, start
 
-    watched = start(RunOptions(str(folder), _shared(), options.after, _is_seen(options), options.memory))
+    watched = start(RunOptions(str(folder), meet(), options.after, _is_seen(options), options.memory))
     code = program()
     if code < 0:
         ending.by(-code)
     return code if code >= 0 else 128 - code
 
 
-def _shared() -> str:
-    """Where ranks that were started one by one tell each other which windows are to come."""
+def meet() -> str:
+    """Where the ranks of this run leave each other what they tell; "" where there is one rank, or no such place."""
     with suppress(BadInput, OSError):  # if not there, then nowhere: it is no reason not to run
         return str(meeting_place()) if world() > 1 else ""
     return ""
@@ -378,15 +379,19 @@ PATIENCE = 30.0
 _POLL = 0.05
 PIECE = 4 << 20
 """Bytes: the store of torchrun's agents takes no message of more than eight megabytes."""
-_FORGOTTEN = 24 * 3600.0
-"""Seconds after which nobody comes to where ranks were to meet: the first of them was killed."""
+MEETING = "KEEPBUSY_MEETING"
+"""Names the folder of the process that started the ranks, in which they meet; others meet in the temporary one."""
+_NAMES_OF_A_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+_HELD: dict[Path, int] = {}
+"""Where this process meets other ranks, locked until it ends. What no process has locked is stale."""
 
 
 def launch(count: int, command: Sequence[str]) -> int:
     """Start the ranks through torchrun's own agent, each with the same `keepbusy run`; returns its exit code."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     agent += ["--log-dir", str(make_folder())]  # it would leave one of its own
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # what the agent would set, with a warning
+    own = {"OMP_NUM_THREADS": "1", **os.environ}  # what the agent would set, with a warning
+    environment = {**own, MEETING: str(make_folder())}
     return subprocess.run([*agent, "-m", "keepbusy", "run", *command], check=False, env=environment).returncode
 
 
@@ -430,25 +435,36 @@ def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Time
 
 def meeting_place() -> Path:
     """One that the ranks of this run know, and no other run."""
-    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}-{os.environ.get('MASTER_PORT', '')}"
+    run = "-".join(os.environ.get(name, "") for name in _NAMES_OF_A_RUN)
     own = f"keepbusy-{os.getuid()}-"
-    for one in Path(tempfile.gettempdir()).glob(f"{own}*"):
-        with suppress(OSError):
-            if one.lstat().st_uid == os.getuid() and one.lstat().st_mtime < time.time() - _FORGOTTEN:
-                shutil.rmtree(one, ignore_errors=True)
-    folder = Path(tempfile.gettempdir()) / f"{own}{run}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-        raise BadInput(f"{folder} is not this user's alone, so the ranks do not meet there; remove it.")
-    return folder
+    for one in [*Path(tempfile.gettempdir()).glob(f"{own}*")]:
+        remove_stale(one)
+    folder = Path(os.environ.get(MEETING) or tempfile.gettempdir()) / f"{own}{run}"
+    while True:
+        with suppress(FileExistsError):  # also a link: it is refused below
+            folder.mkdir(mode=0o700)
+        with suppress(FileNotFoundError, BlockingIOError):  # somebody takes it for a stale one before it is locked
+            about = folder.lstat()
+            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+                raise BadInput(f"{folder} is not this user's alone, so the ranks do not meet there; remove it.")
+            if folder in _HELD or _hold(folder):
+                return folder
+
+
+def _hold(folder: Path) -> bool:
+    """Whether it is locked now, with other ranks, and still there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        lock(descriptor, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+            _HELD[folder] = high_copy(descriptor)
+    finally:
+        os.close(descriptor)
+    return folder in _HELD
 
 
 def _say(why: Sequence[str], path: Path) -> None:
-    from keepbusy.timeline.files import replacing
-
-    with replacing(path, durable=False) as part:
-        part.write_text(" ".join(why) or "It left nothing.", encoding="utf-8")
+    write_whole(path, " ".join(why) or "It left nothing.", durable=False)
 
 
 def _of_this_host() -> int:

@@ -149,6 +149,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     _refuse_contradictions(options, real)
     if options.ranks > 1 and not options.alike:
         sys.exit(program.launch(options.ranks, _command(options)))
+    program.meet()  # before any rank ends: what nobody has entered is stale
     streams = program.StandardStreams()
     if real:
         if options.fix and options.after is None:

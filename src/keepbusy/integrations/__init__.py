@@ -15,7 +15,7 @@ from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.instrument import ENDED
 from keepbusy.report import terminal
 from keepbusy.report.page import render as render_page
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import Timeline
 
 _PAGE = "keepbusy.html"
@@ -59,7 +59,7 @@ def _log_to_tensorboard(diagnosis: Diagnosis, writer: Any, step: int | None) -> 
     for name, time in figures(diagnosis).items():
         writer.add_scalar(name, time, step)
     page = Path(writer.log_dir) / _PAGE
-    page.write_text(_page_of(diagnosis), encoding="utf-8")
+    write_whole(page, _page_of(diagnosis))
     report = terminal.render(diagnosis).replace("\n", "\n    ")
     writer.add_text("keepbusy", f"The page: {page}\n\n    {report}", step)
     writer.flush()
@@ -122,7 +122,7 @@ class WatchedTraining:
         try:
             self.diagnosis = keepbusy.explain(_steady(self._timeline()))
             page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(_page_of(self.diagnosis), encoding="utf-8")
+            write_whole(page, _page_of(self.diagnosis))
         except Exception as error:
             known = isinstance(error, BadInput | OSError)
             _say(str(error) if known else f"a bug of keepbusy: {type(error).__name__}: {error}")

@@ -50,7 +50,7 @@ from keepbusy.recording.windows import (
     is_granted,
     whole_step,
 )
-from keepbusy.timeline.files import BadInput, replacing
+from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.run_facts import DRIFT, SCRIPT, USUAL_WORKERS, Part, allocator_settings
 
@@ -203,8 +203,7 @@ class Run:
         self.marks.leave_figures()
         if now >= self._grow_at:
             self.loops.looks.ended = now
-            with replacing(self.folder / TREE, durable=False) as part:
-                part.write_text(json.dumps(asdict(self._tree())), encoding="utf-8")
+            write_whole(self.folder / TREE, json.dumps(asdict(self._tree())), durable=False)
             self._grow_at = now + max(_GROWS_EVERY, _SHARE_OF_SHOWING * (self.clock() - now))
 
     def _plan_windows(self, now: int) -> None:
@@ -481,8 +480,7 @@ class Run:
                 return  # the last word is not taken back
             self._has_left = "run" in more
             facts = self._known() | more
-            with replacing(self.folder / FACTS, durable=False) as part:  # they appear once they are whole
-                part.write_text(json.dumps(facts, default=str), encoding="utf-8")
+            write_whole(self.folder / FACTS, json.dumps(facts, default=str), durable=False)
 
     def _known(self) -> dict[str, Any]:
         rank, world = self._rank_and_world()

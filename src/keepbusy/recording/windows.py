@@ -30,7 +30,7 @@ from keepbusy.recording.line_log import Ask, Log, follower
 from keepbusy.recording.run_counters import COLLECTOR
 from keepbusy.recording.step_clock import Marks
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at, differs, mean, rare_stalls, trimmed
-from keepbusy.timeline.files import replacing
+from keepbusy.timeline.files import replacing, write_whole
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, RareStall
 from keepbusy.traces.kineto_names import DEVICE_ROWS
@@ -234,8 +234,8 @@ class Window:
         self._profile.__exit__(None, None, None)
         results, self._profile = self._profile.kineto_results, None
         if self.ticks:
-            with replacing(self.folder / TRACE, durable=False) as part:
-                results.save(str(part))
+            with replacing(self.folder / TRACE, durable=False) as file:
+                results.save(file.name)
                 self._log.record().save(self.folder / LINES)
             self.is_blind = allocations_so_far() > self._allocated and not _tells_of_the_device(self.folder / TRACE)
         self._log = Log(self.clock)  # what was in it is no longer needed
@@ -410,8 +410,9 @@ class SharedWindows:
     def tell(self, occasion: Occasion) -> Occasion:
         """Returns it with the number by which the ranks' windows are brought together: that of no other run."""
         told = occasion._replace(about={**occasion.about, "number": _now()})
-        with suppress(OSError), replacing(self._file, durable=False) as part:
-            part.write_text(json.dumps(self._shifted(told, time.time_ns() - self._clock())), encoding="utf-8")
+        with suppress(OSError):
+            shifted = self._shifted(told, time.time_ns() - self._clock())
+            write_whole(self._file, json.dumps(shifted), durable=False)
         return told
 
     def heard(self) -> Occasion | None:

@@ -6,10 +6,10 @@ import atexit
 import io
 import os
 import pickle
-import shutil
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from keepbusy.runtime.readback import HostReadback, TensorReadback, refuse_capture
+from keepbusy.timeline.files import replacing, replacing_folder
 
 
 def save_later(state: Any, path: str | os.PathLike[str]) -> Saving:
@@ -219,30 +220,26 @@ def _report_failures() -> None:
 
 
 def _write_file(state: Any, path: Path) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        torch.save(state, part)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as file:
+        torch.save(state, file)
 
 
 def _write_shards(state: Any, path: Path, group: Any) -> None:
-    """Each rank its part; the first one renames the folder once all have written theirs."""
+    """Each rank its part, in a folder of the first one, which takes its place once all have written theirs."""
     from torch.distributed import checkpoint
 
-    part = path.with_name(f".{path.name}.part")
-    checkpoint.save(state, checkpoint_id=part, process_group=group)
-    if dist.get_rank() == 0:
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            path.replace(old)
-        part.replace(path)
-        shutil.rmtree(old, ignore_errors=True)
-    dist.barrier(group)
+    part: list[Path | OSError] = [path]
+    with ExitStack() as until_written:
+        until_written.callback(dist.barrier, group)  # also where it failed: the others wait there
+        if dist.get_rank() == 0:
+            try:
+                part = [until_written.enter_context(replacing_folder(path))]
+            except OSError as error:
+                part = [error]
+        dist.broadcast_object_list(part, src=0, group=group)
+        if isinstance(part[0], OSError):
+            raise part[0]
+        checkpoint.save(state, checkpoint_id=part[0], process_group=group)
 
 
 _HOST_GROUPS: dict[Any, Any] = {}

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from keepbusy.timeline.files import BadInput, opened, replacing
+from keepbusy.timeline.files import BadInput, opened, write_whole
 from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import (
     EVERY_LANE,
@@ -82,8 +82,7 @@ def save(timeline: Timeline, path: str | Path) -> None:
     """Write it whole or not at all: whatever stood there before stays until the new file is complete."""
     content = to_bytes(timeline)
     try:
-        with replacing(Path(path)) as part:
-            part.write_bytes(content)
+        write_whole(path, content)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInput(f"{path} cannot be written ({reason}); give a path where a file may be made.") from None

@@ -5,11 +5,14 @@ What reaches a person when such input is at fault is a `BadInput`.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
+import shutil
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -20,6 +23,8 @@ _LARGEST = 1 << 60
 """No time, size or count of ours is larger, so two of them still fit into 64 bits. (A nan is no smaller, either.)"""
 _DEEPEST = 500
 """Characters of the path to a fact: what stands deeper was not written by us, and who walks it might not come back."""
+_PART = ".part"
+"""The end of the name of what is not whole yet."""
 PATIENCE = 10
 """Seconds in which somebody must begin to write into a pipe that we are to read."""
 
@@ -59,25 +64,144 @@ def _open(path: Path) -> IO[bytes]:
     return os.fdopen(pipe, "rb")
 
 
-@contextmanager
-def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
-    """A file beside `path` that takes its place if all goes well, and vanishes if not.
-
-    `durable`: it also survives a machine that loses power at once, which takes some milliseconds.
-    """
-    path = path.resolve()  # what a link points to is replaced, not the link
-    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/null is written, not replaced
-        yield path
-        return
-    part = path.with_name(f".{path.name[:60]}.{os.getpid()}.part{path.suffix[:20]}")
+def parsed(path: str | Path, wanted: str, parse: Callable[[str], Kind], most: int) -> Kind:
+    """What `parse` makes of a text of no more than `most` bytes. A device may have no end."""
+    with opened(path, wanted) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise BadInput(f"{path} has more than {most >> 10} kB; give {wanted}.")
     try:
-        yield part
-        if durable:
-            with part.open("rb+") as file:
-                os.fsync(file.fileno())
-        part.replace(path)
+        return parse(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path} cannot be understood ({str(error)[:200]}); give {wanted}.") from None
+
+
+# Files and folders that take their place once they are whole. Until then they lie beside it under a name that nobody
+# can guess, and are locked: where the lock can be taken, the process that wrote is gone.
+
+
+def write_whole(path: str | Path, content: str | bytes, durable: bool = True) -> None:
+    """Write a file whole or not at all, as `replacing` does."""
+    with replacing(path, durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: str | Path, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` if all goes well, and vanishes if not; an OSError names `path`.
+
+    It keeps the mode of the one that it replaces, and its owner where this user may give files away. What a link points
+    to is replaced, not the link. `durable`: it also survives a machine that loses power at once, which takes some
+    milliseconds.
+    """
+    part = None
+    try:
+        replaced = _status(path)
+        if replaced is not None and not stat.S_ISREG(replaced.st_mode):  # /dev/null is written, not replaced
+            with Path(path).open("wb") as file:
+                yield file
+            return
+        target = os.path.realpath(path)
+        mode = 0o666 if replaced is None else 0o600  # until it has its own
+        descriptor, part = _begin_part(target, lambda name: os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode))
+        with open(part, "wb", opener=lambda *_: descriptor) as file:
+            yield file
+            file.flush()
+            if replaced is not None:
+                _be_as(replaced, descriptor)
+            if durable:
+                os.fsync(descriptor)
+            Path(part).replace(target)
+    except OSError as error:
+        if error.errno is None or not (error.filename is None or str(error.filename).endswith(_PART)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        part.unlink(missing_ok=True)
+        if part is not None:
+            Path(part).unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: str | Path) -> Iterator[Path]:
+    """A folder that takes the place of the one at `path`, or of nothing. Between the two there is a moment without."""
+    target, replaced = os.path.realpath(path), _status(path)
+    descriptor, part = _begin_part(target, _make_folder)
+    try:
+        yield Path(part)
+        if replaced is not None:
+            _be_as(replaced, descriptor)
+            old = Path(target).rename(f"{part}.old")
+        Path(part).rename(target)
+        if replaced is not None:
+            old.rename(part)  # it may go from here on
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _status(path: str | Path) -> os.stat_result | None:
+    """Of what a link points to, if the system lets us follow it; None where nothing is."""
+    try:
+        return Path(path).stat()
+    except FileNotFoundError:
+        return None
+
+
+def _make_folder(name: str) -> int:
+    Path(name).mkdir()
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
+def _be_as(replaced: os.stat_result, descriptor: int) -> None:
+    """As far as this user may and the file system can. What runs as its owner is not to run as somebody else."""
+    for user, group in ((-1, replaced.st_gid), (replaced.st_uid, -1)):
+        with suppress(OSError):
+            os.fchown(descriptor, user, group)
+    now = os.fstat(descriptor)
+    is_owned_alike = (now.st_uid, now.st_gid) == (replaced.st_uid, replaced.st_gid)
+    with suppress(OSError):
+        os.fchmod(descriptor, stat.S_IMODE(replaced.st_mode) & (0o7777 if is_owned_alike else 0o777))
+
+
+def _begin_part(target: str, make: Callable[[str], int]) -> tuple[int, str]:
+    """What `make` opens under a new name in the folder of `target`, locked. Stale ones of this host go first: others
+    may not see each other's locks."""
+    folder, host = Path(target).parent, f".keepbusy-{zlib.crc32(os.uname().nodename.encode()):08x}-"
+    with suppress(OSError):
+        for stale in [*folder.glob(f"{host}*{_PART}")]:
+            remove_stale(stale)
+    while True:
+        part = str(folder / f"{host}{os.urandom(8).hex()}{_PART}")
+        descriptor = make(part)
+        with suppress(BlockingIOError):
+            lock(descriptor, fcntl.LOCK_EX)
+            if os.path.lexists(part):
+                return descriptor, part
+        os.close(descriptor)  # it was taken for a stale one before it was locked
+
+
+def lock(descriptor: int, kind: int) -> bool:
+    """Whether it is locked now: not every file system can. Raises BlockingIOError where somebody else's lock stands."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def remove_stale(path: Path) -> None:
+    """A file or folder of this user's that no living process has locked."""
+    with suppress(OSError):
+        is_folder = path.is_dir()
+        descriptor = os.open(path, (os.O_RDONLY if is_folder else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            is_own = os.fstat(descriptor).st_uid == os.getuid()
+            if is_own and lock(descriptor, fcntl.LOCK_EX):
+                shutil.rmtree(path) if is_folder else path.unlink()
+        finally:
+            os.close(descriptor)
 
 
 def typed(kind: type[Kind], value: object, path: str = "") -> Kind:

@@ -24,7 +24,7 @@ from pathlib import Path
 from time import time
 from typing import Any, NamedTuple
 
-from keepbusy.timeline.files import BadInput, replacing
+from keepbusy.timeline.files import BadInput, write_whole
 
 _WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
 PATIENCE = 120
@@ -92,8 +92,7 @@ def _cached(place: Path, now: float) -> Verdict | None:
 def _remember(place: Path, verdict: Verdict) -> None:
     with suppress(OSError):  # a home that cannot be written costs the trial each time, and nothing else
         place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place, durable=False) as part:
-            part.write_text(json.dumps(verdict._asdict()), encoding="utf-8")
+        write_whole(place, json.dumps(verdict._asdict()), durable=False)
 
 
 def _place(root: Path) -> Path:
