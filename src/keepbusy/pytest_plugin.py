@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Generator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,8 @@ _MARK = (
 _PROPERTY = "keepbusy"
 _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MEASURE = re.compile(r"^\s*([0-9.]+)\s*([A-Za-zµ]+)\s*$")
+_LARGEST_BUDGETS = 32 << 20
+"""Bytes: a test takes a hundred."""
 _MARGIN = 1.02
 """Memory that a budget may be exceeded by: allocators of other versions round differently."""
 
@@ -47,8 +50,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
     if config.getoption("--keepbusy") or config.getoption("--keepbusy-update"):
+        budgets = Budgets(config)
         bring_up(config)
-        config.pluginmanager.register(Budgets(config), "keepbusy-budgets")
+        config.pluginmanager.register(budgets, "keepbusy-budgets")
 
 
 @pytest.fixture
@@ -67,7 +71,21 @@ def bring_up(config: pytest.Config) -> None:
         return
     from keepbusy.virtual.virtual_run import Options, start
 
-    start(Options(on=config.getoption("--keepbusy-on"), measured=False, script_clocks=False))
+    with _as_usage_error():
+        start(Options(on=config.getoption("--keepbusy-on"), measured=False, script_clocks=False))
+
+
+@contextmanager
+def _as_usage_error() -> Iterator[None]:
+    """What is wrong with the options, as pytest tells it: in a sentence."""
+    from keepbusy.timeline.files import BadInput
+
+    try:
+        yield
+    except BadInput as error:
+        raise pytest.UsageError(f"keepbusy: {error}") from None
+    except OSError as error:
+        raise pytest.UsageError(f"keepbusy: {error.filename}: {error.strerror}.") from None
 
 
 class Budgets:
@@ -77,10 +95,10 @@ class Budgets:
         self._path = config.rootpath / config.getoption("--keepbusy-budgets")
         self._updates = config.getoption("--keepbusy-update")
         self._is_worker = hasattr(config, "workerinput")  # of xdist: what it measures travels with its reports
-        self._budgets: dict[str, dict[str, int]] = {}
-        if self._path.exists():
-            self._budgets = json.loads(self._path.read_text(encoding="utf-8"))
+        with _as_usage_error():
+            self._budgets = read_budgets(self._path)
         self._found: dict[str, dict[str, int]] = {}
+        self._done = "measured" if self._updates else "held to their marks and budgets"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -106,15 +124,44 @@ class Budgets:
             if found is not None:
                 self._found[report.nodeid] = found
 
-    def pytest_sessionfinish(self) -> None:
-        if self._updates and not self._is_worker:
-            kept = dict(sorted({**self._budgets, **self._found}.items()))
-            self._path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self) -> Generator[None]:
+        try:
+            if self._updates and not self._is_worker:
+                self._write()
+        finally:
+            yield  # the summary comes all the same
+
+    def _write(self) -> None:
+        from keepbusy.timeline.files import write_whole
+
+        kept = dict(sorted({**self._budgets, **self._found}.items()))
+        with _as_usage_error():
+            write_whole(self._path, json.dumps(kept, indent=2) + "\n")
+        self._done = f"written to {self._path.name}"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._found and not self._is_worker:
-            done = f"written to {self._path.name}" if self._updates else "held to their marks and budgets"
-            terminalreporter.write_line(f"keepbusy: {len(self._found)} tests {done}")
+            terminalreporter.write_line(f"keepbusy: {len(self._found)} tests {self._done}")
+
+
+def read_budgets(path: Path) -> dict[str, dict[str, int]]:
+    """Of each test by its name; {} where there is no file yet."""
+    from keepbusy.timeline.files import BadInput, parsed
+
+    if not path.parent.is_dir():
+        raise BadInput(f"{path.parent} is no folder; name a budgets file in one that exists.")
+    if not path.exists():
+        return {}
+    wanted = "a file that --keepbusy-update wrote"
+    budgets: Any = parsed(path, wanted, json.loads, _LARGEST_BUDGETS)
+    if not isinstance(budgets, dict) or not all(map(_is_budget, budgets.values())):
+        raise BadInput(f"{path} holds no budgets; give {wanted}.")
+    return budgets
+
+
+def _is_budget(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(limit) is int for limit in value.values())
 
 
 class TestMeasure:

@@ -162,7 +162,7 @@ LINES = {
     "traces": 2379,
     "instrument": 2595,
     "recording": 4070,
-    "virtual": 8763,
+    "virtual": 8768,
     "explain": 4709,
     "report": 3136,
     "runtime": 5597,

@@ -65,7 +65,9 @@ def test_parts_of_a_layer_stay_within_a_host() -> None:
     assert {one.tensor for one in _layouts(12, 8)} == {1, 2, 4}
 
 
-@pytest.mark.parametrize("text", ["shard=4", "shard=3+tensor=3", "tensor=2", "shard=3+tensor=0", ""])
+@pytest.mark.parametrize(
+    "text", ["shard=4", "shard=3+tensor=3", "tensor=2", "shard=3+tensor=0", "", "shard=0+tensor=" + "9" * 5_000]
+)
 def test_a_layout_that_is_none_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(BadInput, match="is no layout of 8 GPUs; give shard=0 to 3"):
         list(_asked(text, 8))

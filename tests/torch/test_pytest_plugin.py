@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from warm_python import warm
 
+from keepbusy.pytest_plugin import read_budgets
+from keepbusy.timeline.files import BadInput
+
 SOURCES = Path(__file__).parents[2] / "src"
 TESTS = """\
 import pytest, torch
@@ -112,6 +115,69 @@ def test_budgets_are_written_and_held(folder: Path, workers: tuple[str, ...]) ->
     told = pytest_in(folder, "--keepbusy", *(["-n", "1"] if workers else [])).stdout
     assert "1 failed, 1 passed" in told
     assert "1 sync, where the budget is 0; --keepbusy-update writes a new one" in told
+
+
+USAGE_ERROR = 4
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "sentence"),
+    [
+        ("--keepbusy-on", "nope", "'nope' is no device; the devices are a100, "),
+        ("--keepbusy-on", "none.toml", "none.toml does not exist; give a device file."),
+        ("--keepbusy-budgets", "test_them.py", "test_them.py cannot be understood (Expecting value"),
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(folder: Path, option: str, given: str, sentence: str) -> None:
+    done = pytest_in(folder, "--keepbusy", option, given)
+    assert done.returncode == USAGE_ERROR
+    assert done.stderr.startswith("ERROR: keepbusy: ")
+    assert sentence in done.stderr
+    assert done.stderr.rstrip().count("\n") == 0
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", r"cannot be understood \(Expecting value"),
+        (b"[" * 100_000, r"cannot be understood \(maximum recursion depth"),
+        (b"\xff", r"cannot be understood \('utf-8' codec"),
+        (b"[]", "holds no budgets; give a file that --keepbusy-update wrote"),
+        (b'{"test_it": 3}', "holds no budgets"),
+        (b'{"test_it": {"syncs": "none"}}', "holds no budgets"),
+        (b'{"test_it": {"syncs": 1.5}}', "holds no budgets"),
+    ],
+)
+def test_broken_budgets_are_no_budgets(tmp_path: Path, content: bytes, sentence: str) -> None:
+    path = tmp_path / "budgets.json"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=rf"budgets\.json {sentence}"):
+        read_budgets(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        (Path(__file__).parent, "is a directory; give a file that --keepbusy-update wrote within it"),
+        (Path(__file__).parent / "none" / "budgets.json", "none is no folder; name a budgets file in one that exists"),
+        (Path("/dev/full"), "/dev/full has more than 32768 kB"),
+    ],
+)
+def test_what_is_no_budgets_file(path: Path, sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        read_budgets(path)
+
+
+def test_a_budgets_file_that_cannot_be_written_is_a_usage_error(folder: Path) -> None:
+    """What was measured is told all the same."""
+    (folder / "test_them.py").write_text(
+        "from pathlib import Path\ndef test_step(gpu): Path('keepbusy-budgets.json').mkdir()\n"
+    )
+    done = pytest_in(folder, "--keepbusy-update")
+    assert done.returncode == USAGE_ERROR
+    assert "keepbusy: 1 tests measured\n1 passed" in done.stdout
+    assert done.stderr.endswith("keepbusy-budgets.json: Is a directory.\n\n")
 
 
 def test_a_wrong_mark_is_told_in_a_sentence(folder: Path) -> None:

@@ -136,7 +136,7 @@ def _layouts(gpus: int, of_host: int) -> Iterator[SpreadLayout]:
 
 def _asked(text: str, gpus: int) -> Iterator[SpreadLayout]:
     for one in text.split(","):
-        known = re.fullmatch(r"shard=([0-3])(?:\+tensor=(\d+))?", one)
+        known = re.fullmatch(r"shard=([0-3])(?:\+tensor=([0-9]{1,9}))?", one)
         if not known or not int(known[2] or 1) or gpus % int(known[2] or 1):
             raise BadInput(f"{one!r} is no layout of {gpus} GPUs; give shard=0 to 3, and +tensor= what divides them.")
         yield SpreadLayout(int(known[1]), int(known[2] or 1))

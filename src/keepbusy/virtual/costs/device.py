@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, parsed
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.costs import figures
 
@@ -383,6 +383,8 @@ class Call:
 # Device files
 
 _FILES = Path(__file__).parents[1] / "devices"
+_LARGEST_FILE = 16 << 10
+"""Bytes: four times the longest of ours. What a long name takes of the memory grows with the square of its length."""
 _MEASURED = "h200"
 """What other files leave out is as on this one."""
 _SECTIONS: dict[str, type] = {
@@ -398,6 +400,8 @@ _COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "barrier",
 )  # fmt: skip
 """Those that may have a law of their own, in a table [collectives.NAME]."""
+_CAPABILITY = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})")
+_TOO_MANY = 1 << 31
 _QUANTITY = re.compile(r"^\s*([0-9.eE+-]+)\s*(\S+)\s*$")
 _TIMES = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
 _UNITS: dict[str, dict[str, float]] = {
@@ -430,12 +434,13 @@ def path_of(name: str) -> Path:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror or error}); give a device file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is no TOML ({error}); correct it, or copy one of keepbusy's device files.") from None
+    return parsed(path, "a device file", _toml, _LARGEST_FILE)
+
+
+def _toml(text: str) -> dict[str, Any]:
+    table = tomllib.loads(text)
+    repr(table)  # what nests too deep to be shown is refused here
+    return table
 
 
 def _device(given: Mapping[str, Any], path: str) -> Device:
@@ -492,7 +497,7 @@ def _share(value: Any) -> float:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value < _TOO_MANY:
         raise ValueError
     return value
 
@@ -507,16 +512,16 @@ def _quantity(kind: str, value: Any) -> float:
 
 _READERS: dict[str, tuple[Callable[[Any], float], str]] = {
     "Share": (_share, "a share of the peak, above 0 and at most 1"),
-    "Count": (_count, "a whole number, at least 1"),
+    "Count": (_count, f"a whole number, at least 1 and below {_TOO_MANY}"),
     **{one: (partial(_quantity, one), f"a number and a unit, one of {', '.join(_UNITS[one])}") for one in _UNITS},
 }
 
 
 def _capability(value: Any, path: str) -> tuple[int, int]:
-    major, _, minor = str(value).partition(".")
-    if not (isinstance(value, str) and major.isdigit() and minor.isdigit()):
+    found = _CAPABILITY.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
         raise BadInput(f'{path} has capability = {value!r}; give CUDA\'s compute capability, like "9.0".')
-    return int(major), int(minor)
+    return int(found[1]), int(found[2])
 
 
 def _refuse_unknown(table: Mapping[str, Any], known: set[str], path: str, before: str = "") -> None:
