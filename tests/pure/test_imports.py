@@ -159,11 +159,11 @@ MOST_FILES = 12
 LINES = {
     "hang": 647,
     "timeline": 2975,
-    "traces": 2379,
+    "traces": 2392,
     "instrument": 2595,
     "recording": 4070,
     "virtual": 8768,
-    "explain": 4709,
+    "explain": 4711,
     "report": 3136,
     "runtime": 5597,
     "cli": 3737,

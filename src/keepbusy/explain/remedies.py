@@ -372,7 +372,9 @@ def _waited_for_input(scene: Scene, finding: Finding) -> str:
 
 def _came_late(scene: Scene, finding: Finding) -> str:
     late = sorted(one.rank for one in late_ranks(scene, finding))
-    if len(late) == 1:
+    if not late:
+        who = "Ranks come"
+    elif len(late) == 1:
         who = f"Rank {late[0]} comes"
     elif len(late) <= 4:
         who = f"Ranks {', '.join(map(str, late[:-1]))} and {late[-1]} come"
@@ -561,9 +563,9 @@ def late_ranks(scene: Scene, finding: Finding) -> tuple[LateRank, ...]:
     """Which ranks come late, by how much, and what they do meanwhile; the latest first."""
     excess = np.where(finding.culprit >= 0, finding.edit.saves(scene.timeline.spans.work), 0)
     rank = scene.timeline.rank_of_rows
-    late = np.unique(rank[finding.rows]).tolist()
+    late = np.intersect1d(rank[finding.rows], rank[np.flatnonzero(excess)]).tolist()
     found = [_late(scene, finding, one, np.where(rank == one, excess, 0)) for one in late]
-    latest = max(one.late for one in found)
+    latest = max((one.late for one in found), default=0)
     return tuple(sorted((one for one in found if one.late >= WORTH_NAMING * latest), key=lambda one: -one.late))
 
 

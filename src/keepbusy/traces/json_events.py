@@ -38,6 +38,10 @@ SMALL = 64 << 20
 _MOST_RATIO = 200
 """A long trace is about 20 times smaller compressed; only a file made to do harm shrinks so much more."""
 _MOST_BYTES = 64 << 30
+_LEAST_EVENT = 4
+"""Bytes of the file that an event takes, compressed or not; the real ones take 15 and more."""
+FEW_EVENTS = 1 << 20
+"""Fewer than these are nobody's trouble."""
 _GZIP = b"\x1f\x8b"
 _DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, cast("type[Exception]", isal_zlib.error))
 _FOREIGN_BEGINNINGS = (
@@ -195,6 +199,7 @@ class Batches:
         text = self._open()
         for block in self._blocks:
             rows, text = self._whole_events(text + block)
+            self._refuse_too_many_events()
             yield rows
             if self._closed:
                 break
@@ -275,6 +280,14 @@ class Batches:
                     "give a PyTorch profiler trace."
                 )
         self._after = b"".join(parts)
+
+    def _refuse_too_many_events(self) -> None:
+        size, events = Path(self.path).stat().st_size, self.decoder.read
+        if size and events > FEW_EVENTS and events * _LEAST_EVENT > size:  # a pipe has no size
+            raise BadInput(
+                f"{self.path} has more than {events:,} events in {size >> 10} kB, which no profiler trace has; "
+                "check where it comes from, or unpack it yourself and give the .json."
+            )
 
     def _truncated(self) -> BadInput:
         return BadInput(

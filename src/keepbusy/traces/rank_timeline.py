@@ -185,7 +185,7 @@ def _bytes_of(one: Collective) -> int:
     dtype = one.dtype.lower()
     bits = _BITS.search(dtype)
     each = ELEMENT_SIZES.get(dtype) or (max(1, int(bits[1]) // 8) if bits else 1)
-    return min(_LARGEST_MESSAGE, max(one.elements_in, one.elements_out) * each)
+    return min(_LARGEST_MESSAGE, max(0, one.elements_in, one.elements_out) * each)
 
 
 def _calls(trace: RankTrace) -> tuple[_IssuedSpans, _IssuedSpans, _IssuedSpans]:
