@@ -259,6 +259,115 @@ def test_every_collective_moves_the_right_values(run, tmp_path: Path, monkeypatc
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == ["fine 0", "fine 1"]
 
 
+BY_HOST = """\
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+mine = torch.full((4,), float(rank + 1), device="cuda")
+
+def check(name, found, expected):
+    assert found.is_cuda and found.tolist() == expected, (name, found.tolist())
+
+total = mine.clone()
+work = dist.all_reduce(total, async_op=True)
+assert work.wait() and work.is_completed()
+check("all_reduce", total, [3.0] * 4)
+[future] = dist.all_reduce(mine.clone(), async_op=True).get_future().wait()
+check("future", future, [3.0] * 4)
+first = mine.clone()
+dist.broadcast(first, src=1)
+check("broadcast", first, [2.0] * 4)
+parts = [torch.empty_like(mine) for _ in range(2)]
+dist.all_gather(parts, mine)
+check("all_gather", torch.cat(parts), [1.0] * 4 + [2.0] * 4)
+shard = torch.empty(4, device="cuda")
+dist.reduce_scatter(shard, [mine, 10 * mine])
+check("reduce_scatter", shard, [[3.0] * 4, [30.0] * 4][rank])
+turned = torch.empty(4, device="cuda")
+dist.all_to_all_single(turned, mine)
+check("all_to_all", turned, [1.0, 1.0, 2.0, 2.0])
+objects = [None, None]
+dist.all_gather_object(objects, {"rank": rank})
+assert objects == [{"rank": 0}, {"rank": 1}]
+told = [rank]
+dist.broadcast_object_list(told, src=1, device=torch.device("cuda"))
+assert told == [1]
+for send in (dist.send, dist.recv):
+    try:
+        send(mine, 1 - rank)
+        raise AssertionError("gloo sends no tensors of a GPU")
+    except RuntimeError as error:
+        assert "Bad address" in str(error)
+there = torch.empty(4)
+coming = dist.irecv(there, 1 - rank)  # asked for before it is sent, as gloo lets tensors of the host be
+dist.isend(mine.cpu(), 1 - rank).wait()
+coming.wait()
+assert there.tolist() == [2.0 - rank] * 4
+dist.monitored_barrier()
+dist.barrier()
+assert dist.get_backend() == "gloo"
+
+torch.manual_seed(0)
+plain = nn.Linear(16, 16)
+model = nn.Linear(16, 16).cuda()
+model.load_state_dict(plain.state_dict())
+model = DistributedDataParallel(model)
+data = torch.randn(2, 8, 16)
+for module, batch in ((model, data[rank].cuda()), (plain, data.view(16, 16))):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        module(batch).pow(2).mean().backward()
+        optimizer.step()
+assert torch.allclose(model.module.weight.cpu(), plain.weight, atol=1e-6)
+os.write(1, b"fine %d" % rank + bytes([10]))
+dist.destroy_process_group()
+"""
+
+BESIDE_NCCL = """\
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("cpu:gloo,cuda:nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+by_host = dist.new_group(backend="gloo")
+assert (dist.get_backend(), dist.get_backend(by_host)) == ("nccl", "gloo")
+a, b = (torch.ones(1 << 22, device="cuda") for _ in range(2))
+dist.all_reduce(torch.ones(2, device="cuda"))
+torch.cuda.synchronize()
+
+torch.cuda._sleep(20_000_000)
+last = torch.cuda.Event()
+last.record()
+dist.all_reduce(a)
+assert not last.query(), "who waits for NCCL goes on"
+dist.all_reduce(b, group=by_host)
+assert last.query(), "who waits for gloo waits for the GPU"
+assert a.sum().item() == b.sum().item() == 2 << 22
+on_host = torch.ones(2)
+for group in (None, by_host):
+    dist.all_reduce(on_host, group=group)
+assert on_host.tolist() == [4.0, 4.0]
+os.write(1, b"fine %d" % rank + bytes([10]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("script", [BY_HOST, BESIDE_NCCL], ids=["alone", "beside_nccl"])
+def test_gloo_takes_tensors_of_the_gpu_through_the_host(run, script: str) -> None:
+    done = run(script, before=("--ranks", "2"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == ["fine 0", "fine 1"]
+
+
 def test_groups_messages_and_objects_among_four_ranks(run) -> None:
     done = run(AMONG_FOUR, before=("--ranks", "4"))
     assert done.returncode == 0, done.stderr

@@ -41,6 +41,8 @@ _OPERATOR = int(FrameKind.OPERATOR)
 
 _STARVATION = 300_000
 """Nanoseconds. Taking a batch that is ready costs less than this."""
+_NCCL = "nccl"
+"""Begins the names of its kernels, which need multiprocessors; gloo has none."""
 _MESSAGES = "SendRecv"
 """In the name of NCCL's kernel that sends and receives, which needs few multiprocessors."""
 _FIRST_STREAM = 7
@@ -592,7 +594,7 @@ class Clock:
     def _run(self, line: StreamQueue, call: tuple[int, int], node: Node, gap: int) -> int:
         """A command that others may hold up: of a collective, the last of its ranks, asked for without the lock."""
         work, shared = node.work, None
-        if node.kind == _COLLECTIVE and _MESSAGES not in node.name:
+        if node.kind == _COLLECTIVE and node.name.startswith(_NCCL) and _MESSAGES not in node.name:
             shared = self._shared.setdefault(line.device, SharedDevice(self.device.slower_together))
         if node.last_arrival is not None:
             with self.lock:

@@ -1,4 +1,4 @@
-"""`torch.distributed` on virtual GPUs: `nccl` is there, and it is ours."""
+"""`torch.distributed` on virtual GPUs: `nccl` is there, `gloo` takes tensors of the GPU, and both are ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from keepbusy.timeline.model import Direction
 from keepbusy.virtual.clock.lanes import Moment
+from keepbusy.virtual.costs import figures
+from keepbusy.virtual.costs.device import crossings
 from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import NAMES
@@ -47,23 +50,27 @@ def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int
 # What a collective leaves in the program's hands until somebody waits for it.
 
 
-def _hold_up(device: int, moment: Moment | None) -> None:
-    """What the program launches next on that device comes after the moment."""
-    if moment is not None:
-        MACHINE.clock.wait(MACHINE.stream(device), moment)
-
-
 class Handle(Work):
-    """A collective on its way: who waits for it makes its stream wait, and the host goes on."""
+    """A collective on its way. Who waits for NCCL makes the current stream wait, and the host goes on; who waits for
+    gloo waits himself."""
 
-    def __init__(self, result: Any, device: int = -1, moment: Moment | None = None) -> None:
+    def __init__(self, result: Any, device: int = -1, moment: Moment | None = None, blocks: bool = False) -> None:
         super().__init__()
-        self.device, self.moment = device, moment
-        self.future = _Future(partial(_hold_up, device, moment))
+        self.device, self.moment, self._blocks = device, moment, blocks
+        self.future = _Future(self._hold_up)
         self.future.set_result(result)
 
+    def _hold_up(self) -> None:
+        """What the program launches next on that device comes after the moment."""
+        if self.moment is None:
+            return
+        if self._blocks:
+            with DeviceCall("gloo:wait"):
+                MACHINE.clock.sync_moment(self.moment)
+        MACHINE.clock.wait(MACHINE.stream(self.device), self.moment)
+
     def wait(self, timeout: Any = None) -> bool:
-        _hold_up(self.device, self.moment)
+        self._hold_up()
         return True
 
     synchronize = block_current_stream = wait  # type: ignore[assignment]
@@ -77,7 +84,7 @@ class Handle(Work):
     def get_future(self) -> Any:
         """C++ waits for it when the backward pass ends, and does not tell: what is queued here comes before."""
         with contextlib.suppress(RuntimeError):  # where nothing goes back, who asked for it waits by itself
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_hold_up, self.device, self.moment))
+            torch.autograd.Variable._execution_engine.queue_callback(self._hold_up)
         return self.future
 
 
@@ -97,10 +104,11 @@ class _Future(torch.futures.Future[Any]):  # type: ignore[misc]  # PyTorch is no
         return super().then(callback)
 
 
-# The process group behind `nccl`: real values through gloo on the host, modelled time on the devices.
+# The process group behind `nccl` and `gloo`: real values through gloo on the host, modelled time on the devices.
 #
 # Ranks meet in virtual time: each says when its part could begin, and all learn when the last one could.
 
+GLOO = figures("gloo")
 _TIME_TAG, _KNOWN_TAG = 1 << 20, 1 << 21
 """Added to the tag of a message, for the time at which it was sent, and for whether it has values."""
 
@@ -108,8 +116,11 @@ _TIME_TAG, _KNOWN_TAG = 1 << 20, 1 << 21
 class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
     """One group of ranks. Methods bear the names that PyTorch calls."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, backend: str = "nccl") -> None:
+        """`backend`: `nccl`, or `gloo`, which copies tensors of the GPU to the host and back; with tensors of the host
+        gloo itself does all."""
         super().__init__(rank, size)
+        self.backend, self._by_host = backend, backend == "gloo"
         self.gloo = OneForAll(size) if MACHINE.alike > 1 else dist.ProcessGroupGloo(store, rank, size, timeout)
         self.index, self.members = rank, size
         if MACHINE.rank is None:  # the first group is that of all ranks
@@ -130,7 +141,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self.index
 
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
-        return "nccl"
+        return OURS["gloo"] if self._by_host else self.backend  # of one named gloo DDP's logger asks for native gloo
 
     def _get_backend(self, _device: Any) -> VirtualGroup:
         """Asked by `batch_isend_irecv` since PyTorch 2.15, whether it puts messages together."""
@@ -170,8 +181,10 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
         `peer`: the other rank of a message. `meet` and `agree`: as `_last_arrival` and `_all_know`, between these two.
         """
-        with DeviceCall(f"nccl:{name}"):
-            flat = tensors_in(tensors)
+        flat = tensors_in(tensors)
+        if self._by_host and not any(one.is_cuda for one in flat):
+            return does(*tensors) or Handle(result)
+        with DeviceCall(f"{self.backend}:{name}"):
             device = next((one.get_device() for one in flat if one.is_cuda), -1)
             meet = meet or self._last_arrival
             if not self._has_values(flat, tensors[-1] if sends else [], agree or self._all_know):
@@ -184,7 +197,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             if device < 0:
                 return Handle(result)
             size = max([_bytes(one) for one in tensors], default=0)
-            return Handle(result, device, self._on_clock(name, device, size, meet, peer))
+            return Handle(result, device, self._on_clock(name, device, size, meet, peer), self._by_host)
 
     def _has_values(self, flat: list[Tensor], sent: Any, agree: Callable[[int], int]) -> bool:
         """Whether there is anything to move: a run without values has little, and all ranks must agree."""
@@ -198,9 +211,16 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int) -> Moment:
         clock, stream = MACHINE.clock, self._stream(device, peer)
         clock.wait(stream, clock.record(MACHINE.stream(device)))
-        wire = MACHINE.device.wire.collective(name, size, self.members, self._hosts)
-        kernel = f"ncclDevKernel_{NAMES['collective_kernels'][name]}"
-        clock.collective(stream, kernel, wire, size, self._number(peer), 2 if peer >= 0 else self.members, meet)
+        number, members = self._number(peer), 2 if peer >= 0 else self.members
+        if self._by_host:
+            clock.copy(stream, Direction.DEVICE_TO_HOST, size, pinned=True, non_blocking=True)
+            wire = GLOO.latency + round(size * crossings(name, self.members) / GLOO.bandwidth)
+            clock.collective(stream, f"gloo:{name}", wire, size, number, members, meet)
+            clock.copy(stream, Direction.HOST_TO_DEVICE, size, pinned=True, non_blocking=True)
+        else:
+            wire = MACHINE.device.wire.collective(name, size, self.members, self._hosts)
+            kernel = f"ncclDevKernel_{NAMES['collective_kernels'][name]}"
+            clock.collective(stream, kernel, wire, size, number, members, meet)
         return clock.record(stream)
 
     def _last_arrival(self, mine: int) -> int:
@@ -217,6 +237,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._run("all_reduce", tensors, [tensors], lambda ones: self._reduced(ones, opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        if self._by_host and any(one.is_cuda for one in tensors):
+            raise RuntimeError("ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda")
         return [self.allreduce([one], opts) for one in tensors][-1]
 
     def _reduced(self, tensors: list[Tensor], options: Any) -> None:
@@ -284,6 +306,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Handle:
+        if self._by_host:
+            raise RuntimeError("Backend gloo does not support alltoall")
+
         def exchange(out: list[Tensor], mine: list[Tensor]) -> None:
             flat = torch.cat([one.reshape(-1) for one in mine])
             found = flat.new_empty(sum(one.numel() for one in out))
@@ -296,6 +321,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It is gone once it is under way, whenever the peer asks for it; what it must know goes with it."""
+        self._refuse_messages(tensors)
 
         def post(ones: list[Tensor]) -> None:
             for one in ones:
@@ -308,6 +334,17 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         meet, agree = partial(tell, beside=_TIME_TAG), partial(tell, beside=_KNOWN_TAG)
         return self._run("send", tensors, [tensors], post, meet, peer=peer, agree=agree)
 
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        self._refuse_messages(tensors)
+        return self.gloo.recv_anysource(tensors, tag)
+
+    def _refuse_messages(self, tensors: list[Tensor]) -> None:
+        """Gloo hands the device's address to the network, which refuses it."""
+        if self._by_host and any(one.is_cuda for one in tensors):
+            raise RuntimeError(
+                "writev: Bad address (gloo sends no tensors of a GPU; send a copy on the CPU, or use nccl)"
+            )
+
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
         """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
         _posted[:] = [one for one in _posted if not one[0].is_completed()]
@@ -315,6 +352,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It waits, on the device, for whoever sends."""
+        self._refuse_messages(tensors)
 
         def hear(_mine: int, beside: int) -> int:
             told = _number(0)
@@ -338,12 +376,18 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return Handle([], index, clock.record(own))
 
     def barrier(self, opts: Any = None) -> Handle:
-        """A small all-reduce, and the host waits for it."""
+        """A small all-reduce, and the host waits for it; of gloo nothing but the hosts."""
+        if self._by_host:
+            MACHINE.clock.await_others("gloo:barrier", self._last_arrival)
+            return Handle([])
         token = torch.ones(1, device=torch.device("cuda", CURRENT.device))
         self.allreduce([token]).wait()
         with DeviceCall("nccl:barrier"):
             MACHINE.clock.sync_stream(MACHINE.stream(CURRENT.device))
         return Handle([])
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.gloo.monitored_barrier(*() if timeout is None else (timeout,), wait_all_ranks=wait_all_ranks)
 
 
 _posted: list[tuple[Any, Tensor]] = []
@@ -426,12 +470,13 @@ def _bytes(value: Any) -> int:
     return sum(one.nbytes for one in tensors_in(value))
 
 
-OURS = "keepbusy"
-"""The name that PyTorch knows our backend by; the program hears `nccl`."""
+OURS = {"nccl": "keepbusy", "gloo": "keepbusy_gloo"}
+"""The names that PyTorch knows our backends by, and those that the program hears."""
 
 
 def patch() -> None:
-    dist.Backend.register_backend(OURS, VirtualGroup, devices=["cuda", "cpu"])
+    for backend, name in OURS.items():
+        dist.Backend.register_backend(name, partial(VirtualGroup, backend=backend), devices=["cuda", "cpu"])
     native = dist.distributed_c10d
     around: dict[str, Callable[..., Any]] = {
         "init_process_group": _init_process_group,
@@ -450,9 +495,11 @@ def patch() -> None:
 
 
 def _ours(backend: Any) -> Any:
-    """`nccl`, alone or for the devices of a longer name, is ours; everything else stays."""
-    named = str(backend).lower() if backend is not None else OURS
-    return OURS if named in ("nccl", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cuda:nccl", OURS) else backend
+    """What tensors of the GPU go by is ours: `nccl` or `gloo`, alone or for the devices of a longer name."""
+    named = dict.fromkeys(("cuda", "cpu"), str(backend).lower()) if backend is not None else {"cuda": "nccl"}
+    if ":" in named.get("cpu", ""):
+        named = dict(part.split(":", 1) for part in named["cpu"].split(","))
+    return OURS.get(named.get("cuda", ""), backend)
 
 
 def _init_process_group(native: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -476,7 +523,7 @@ def _destroy_process_group(native: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _get_backend(native: Callable[..., Any], group: Any = None) -> Any:
     found = native(group)
-    return "nccl" if found == OURS else found
+    return next((backend for backend, name in OURS.items() if name == found), found)
 
 
 def _objects_by_host(native: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
