@@ -106,7 +106,7 @@ def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
         return
     # only now, since `selftest.check` said that this PyTorch can carry it
     from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
-    from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness
+    from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness, tensor_types
 
     _started.append(True)
     if options.values:
@@ -117,6 +117,7 @@ def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
         atexit.register(undo)
     cuda_api.patch()
     host_side.patch(_PATCHES, options.measured)
+    tensor_types.patch(_PATCHES)  # around what works on the host
     operators.register()
     operators.refuse_triton(_PATCHES)
     process_group.patch()

@@ -365,24 +365,6 @@ class Initialization:
         return cls.requested or MACHINE.clock.launched or any(one["segment.all.allocated"] for one in stats)
 
 
-# `torch.cuda.FloatTensor` and its kin, which older programs call as they would call `torch.FloatTensor`.
-
-
-class TensorType(type):
-    """The tensors of the device of one type: made of sizes or of values, and told apart by `isinstance`."""
-
-    dtype: torch.dtype
-    on_host: Any
-
-    def __call__(cls, *given: Any, **options: Any) -> Any:
-        if all(isinstance(one, int | torch.Size) for one in given):
-            return torch.empty(*given or (0,), dtype=cls.dtype, device="cuda")
-        return cls.on_host(*given, **options).cuda()
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype is cls.dtype
-
-
 # What a driver, its runtime and the allocator would answer.
 
 
@@ -547,9 +529,6 @@ def patch() -> None:
     ):
         setattr(module, name, _function_named(name, _constant(value)))
 
-    for kind in [one for one in torch._tensor_classes if one.__module__ == "torch"]:
-        about = {"dtype": kind.dtype, "on_host": kind}
-        setattr(cuda, kind.__name__, TensorType(f"torch.cuda.{kind.__name__}", (), about))
     torch.version.cuda = CUDA_VERSION
     cuda.default_generators = DEFAULTS.all()
     torch.Generator = GeneratorOfAnyDevice

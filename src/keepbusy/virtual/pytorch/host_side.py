@@ -38,6 +38,7 @@ from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.machine import CURRENT, MACHINE
 from keepbusy.virtual.pytorch import OPERATORS
+from keepbusy.virtual.pytorch.randomness import refuse_generator
 from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, pinned_copy, tensors_in, to_host
 
 _LOADER = "enumerate(DataLoader)#"
@@ -98,6 +99,8 @@ def _make(name: str, native: Callable[..., Any], *args: Any, pin_memory: bool = 
     """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
     with HostOperator(name):
         made = _at_program(native, args)(*args, **kwargs)
+    if kwargs.get("generator") is not None and not made.is_cuda:
+        refuse_generator(kwargs["generator"], "cpu")
     return pin(made) if pin_memory else made
 
 
@@ -110,6 +113,8 @@ def _at_program(native: Callable[..., Any], args: tuple[Any, ...]) -> Callable[.
 def _fill(name: str, native: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if tensor.is_cuda:
         return native(tensor, *args, **kwargs)
+    if kwargs.get("generator") is not None:
+        refuse_generator(kwargs["generator"], "cpu")
     with HostOperator(name):
         return native(tensor, *args, **kwargs)
 

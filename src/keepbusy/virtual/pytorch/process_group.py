@@ -121,7 +121,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         gloo itself does all."""
         super().__init__(rank, size)
         self.backend, self._by_host = backend, backend == "gloo"
-        self.gloo = OneForAll(size) if MACHINE.alike > 1 else dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.gloo: Any = OneForAll(size) if MACHINE.alike > 1 else dist.ProcessGroupGloo(store, rank, size, timeout)
         self.index, self.members = rank, size
         if MACHINE.rank is None:  # the first group is that of all ranks
             MACHINE.rank = rank

@@ -169,9 +169,18 @@ class Defaults:
 DEFAULTS = Defaults()
 
 
+def refuse_generator(generator: Any, device: str) -> None:
+    """One of another device, as PyTorch says it."""
+    found = "cuda" if generator._cdata in _STATES else "cpu"
+    if found != device and not DEFAULTS.shared:
+        raise RuntimeError(f"Expected a '{device}' device type for generator but found '{found}'")
+
+
 def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool) -> Any:
     """Call an operator that draws, with the device's generator unless one was given."""
     given = next((one for one in (*args, *kwargs.values()) if isinstance(one, HostGenerator)), None)
+    if given is not None:
+        refuse_generator(given, "cuda")
     generator: Any = given or DEFAULTS(device)
     recording = MACHINE.records(device)
     if recording is not None:

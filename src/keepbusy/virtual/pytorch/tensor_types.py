@@ -1,0 +1,101 @@
+"""`torch.cuda.FloatTensor` and its kin, and `torch.set_default_tensor_type` with one of them.
+
+Native code takes such a type for one that is not there. Where it is the default one, functions that make tensors make
+them on the device, unless they are told where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch import Tensor
+
+from keepbusy.instrument.patches import Patches
+
+
+class TensorType(type):
+    """The tensors of the device of one type: made of sizes or of values, and told apart by `isinstance`.
+
+    Native code knows such a class by its whole name, `torch.cuda.FloatTensor`; Python sees the last part of it.
+    """
+
+    __name__ = property(lambda cls: cls.on_host.__name__)  # type: ignore[assignment]
+    dtype: torch.dtype
+    on_host: Any
+    is_cuda = True
+    is_sparse = False
+    layout = torch.strided
+
+    @classmethod
+    def of(cls, on_host: Any) -> TensorType:
+        about = {"__module__": "torch.cuda", "dtype": on_host.dtype, "on_host": on_host}
+        return cls(f"torch.cuda.{on_host.__name__}", (), about)
+
+    def __call__(cls, *given: Any, **options: Any) -> Any:
+        if _are_sizes(given):
+            return torch.empty(*given or (0,), dtype=cls.dtype, device="cuda")
+        if not isinstance(given[0], Tensor):
+            return cls.on_host(*given, **options).cuda()
+        if not isinstance(given[0], cls):
+            raise TypeError(f"expected torch.cuda.{cls.__name__} (got {given[0].type()})")
+        return torch.ops.aten.alias.default(given[0])
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype is cls.dtype
+
+    def __repr__(cls) -> str:
+        return f"<class 'torch.cuda.{cls.__name__}'>"
+
+
+def _are_sizes(given: tuple[Any, ...]) -> bool:
+    return all(isinstance(one, int | torch.Size) for one in given)
+
+
+class Default:
+    """Whether tensors are made on the device where nobody says where."""
+
+    is_device = False
+
+
+_OF_TENSORS = ("tensor", "as_tensor", "normal")
+"""What is made of a tensor stays on its device."""
+
+
+def patch(patches: Patches) -> None:
+    """`torch.cuda` has the types, and whoever makes a tensor asks which one is the default."""
+    for on_host in [one for one in torch._tensor_classes if one.__module__ == "torch"]:
+        setattr(torch.cuda, on_host.__name__, TensorType.of(on_host))
+    patches.wrap(torch._C, "_set_default_tensor_type", _set_default)
+    patches.wrap(torch._C, "_get_default_device", lambda native: "cuda" if Default.is_device else native())
+    makers = {one.__name__ for one in torch.utils._device._device_constructors()}
+    for name in makers - {"asarray"}:  # PyTorch makes that on the host
+        is_fft = name.startswith("fft_")
+        patches.wrap(torch.fft if is_fft else torch, name.removeprefix("fft_"), partial(_make, name))
+    patches.wrap(torch, "normal", partial(_make, "normal"))
+    native = Tensor.__new__
+    Tensor.__new__ = staticmethod(partial(_new, native))
+
+
+def _set_default(native: Callable[..., Any], kind: Any) -> None:
+    native(kind.on_host if isinstance(kind, TensorType) else kind)  # which says what is wrong with it
+    Default.is_device = isinstance(kind, TensorType)
+
+
+def _make(name: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    told = kwargs.get("device") is not None or kwargs.get("out") is not None
+    if not Default.is_device or told or torch.utils._device.CURRENT_DEVICE is not None:
+        return native(*args, **kwargs)
+    if name in _OF_TENSORS and any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
+        return native(*args, **kwargs)
+    return native(*args, **{**kwargs, "device": torch.device("cuda")})
+
+
+def _new(native: Callable[..., Any], cls: type[Tensor], *given: Any, **options: Any) -> Any:
+    """`torch.Tensor(...)`: of sizes, of values, or another tensor."""
+    if not Default.is_device or cls is not Tensor or options or (given and isinstance(given[0], Tensor)):
+        return native(cls, *given, **options)
+    return torch.empty(*given or (0,)) if _are_sizes(given) else native(cls, *given).cuda()
