@@ -15,6 +15,7 @@ from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import PlainRun, RunFacts, WindowReason
 from keepbusy.timeline.steps import (
     by_pattern,
+    comes_again,
     period,
     repetition,
     sample,
@@ -285,6 +286,7 @@ def products(run: Run, count: int) -> Run:
 def test_turns_to_warm_up_are_not_what_a_script_is_about(after: int) -> None:
     """Twenty products, a copy that holds all up, and then perhaps more of the same."""
     script = products(products(Run.of(), 20).sync().copy(64 * MB, 8_000), after).launch(kernel=700, name="sum").sync()
+    assert not comes_again(by_pattern(script.timeline()))
     whole = whole_steps(script.timeline(virtual=True))
     assert whole.facts.one_turn
     assert launches(whole) == 22 + after
@@ -292,9 +294,7 @@ def test_turns_to_warm_up_are_not_what_a_script_is_about(after: int) -> None:
 
 def test_waits_before_the_turns_do_not_make_a_script_of_a_loop() -> None:
     script = products(Run.of().copy(64 * MB, 18_000), 20).sync().launch(kernel=10, name="sum").sync()
-    whole = whole_steps(script.timeline(virtual=True))
-    assert not whole.facts.one_turn
-    assert steps_of(whole) > 10
+    assert comes_again(by_pattern(script.timeline()))
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(4, 10))

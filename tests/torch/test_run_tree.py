@@ -87,6 +87,29 @@ work()
 """
 
 
+SETUP = """\
+import torch
+
+for turn in range(40):
+    model = torch.nn.Linear(64, 64).cuda()
+    optimizer = torch.optim.Adam(model.parameters())
+"""
+DECODER = """\
+import torch
+
+start = torch.nn.Embedding(100, 64).cuda()
+layers = torch.nn.ModuleList([torch.nn.Linear(64, 64) for _ in range(12)]).cuda()
+end = torch.nn.Linear(64, 100).cuda()
+ids = torch.zeros(1, 1, dtype=torch.long, device="cuda")
+with torch.no_grad():
+    for token in range(30):
+        x = start(ids)
+        for layer in layers:
+            x = layer(x).relu()
+        ids = torch.cat([ids, end(x[:, -1]).argmax(-1, keepdim=True)], 1)
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
@@ -167,3 +190,22 @@ def test_where_nothing_announces_a_step_it_is_a_turn_of_the_loop_that_the_gpu_wo
     assert loop["turns"] == 100
     assert 80 <= said["steps"] <= 100
     assert said["plain_step"] == pytest.approx(loop["turn"], rel=0.3)
+
+
+def test_what_only_sets_up_has_no_steps_and_nothing_to_compile(warm_python: WarmPython, folder: Path) -> None:
+    (folder / "setup.py").write_text(SETUP, encoding="utf-8")
+    done = warm_python.keepbusy("run", "--clock", "modelled", "setup.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "setup.py:3  for turn in range(40)" in done.stdout
+    assert " step" not in done.stdout
+    assert "torch.compile" not in done.stdout
+
+
+def test_a_turn_of_a_loop_that_trains_nothing_is_no_step(warm_python: WarmPython, folder: Path) -> None:
+    (folder / "decoder.py").write_text(DECODER, encoding="utf-8")
+    done = warm_python.keepbusy("run", "--clock", "modelled", "--values", "none", "decoder.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert " iterations of decoder.py:8" in done.stdout.splitlines()[1]
+    assert "An iteration of decoder.py:8 takes" in done.stdout
+    assert "decoder.py:8  for token in range(30)  ×30" in done.stdout
+    assert "steps" not in done.stdout.splitlines()[1]

@@ -52,6 +52,7 @@ AS_DEFAULT = {
     "torch.normal(0.0, 1.0, (2,))": "torch.cuda.FloatTensor",
     "torch.fft.fftfreq(3)": "torch.cuda.FloatTensor",
     "torch.nn.Linear(2, 2).weight": "torch.cuda.FloatTensor",
+    "len(torch.optim.Adam(torch.nn.Linear(2, 2).parameters()).param_groups)": "1",
     "torch.as_tensor(numpy.ones(2))": "torch.cuda.DoubleTensor",
     "torch.randn(2, dtype=torch.float64)": "torch.cuda.DoubleTensor",
     "torch.from_numpy(numpy.ones(2))": "torch.DoubleTensor",

@@ -449,8 +449,9 @@ class _Tree:
         chains = node.all_chains()
         time = round(float(self.time_of[chains].sum()))
         ends = node.ends if node.ends is not None else np.zeros(0, np.int64)
+        is_sure = (node.code, node.loop.first) not in self.looks.unsure
         count = len(ends) if node.loop.iterates else self._turns_of_while(node, above, ends)
-        uncounted = bool(self.jumps_of(node) & self.looks.uncounted)
+        count, uncounted = count * is_sure, bool(self.jumps_of(node) & self.looks.uncounted)
         part = Part(
             LOOP,
             place=self.place_of(node),
@@ -460,7 +461,7 @@ class _Tree:
             time=time,
             busy=self._busy(chains),
             turns=count,
-            passes=int((_turns_within(node, above) > 0).sum()) if len(ends) else NONE,
+            passes=int((_turns_within(node, above) > 0).sum()) if count else NONE,
             at_least=uncounted,
             turn=time // count if count and not uncounted else NONE,
             lines=self._lines(self._lines_within(node)),
@@ -468,7 +469,7 @@ class _Tree:
                 sorted((self._part(child, node) for child in node.children.values()), key=lambda one: one.began)
             ),
         )
-        return self._with_turns(part, node, above, ends) if len(ends) >= 4 and not uncounted else part
+        return self._with_turns(part, node, above, ends) if count >= 4 and not uncounted else part
 
     def _with_turns(self, part: Part, node: _Node, above: _Node, ends: Ints) -> Part:
         """How its turns vary: only between two that ended in a row, with nothing in between but the loop itself."""

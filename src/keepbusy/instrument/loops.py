@@ -86,6 +86,8 @@ class Looks:
     """When a code was entered, from when on it was counted; of those that were ever counted."""
     passes: dict[Line, array[int]] = field(default_factory=dict)
     """Before Python 3.12: when a line of a frame that stays was passed at which a step ended or a batch came."""
+    unsure: frozenset[Line] = frozenset()
+    """Loops of which turns may have passed unseen, by code and first line: where they turned is told, not how often."""
     holders: frozenset[int] = frozenset()
     """Codes that hold loops of the run, whatever they last: that of its steps, those around it and beside it."""
     fleeting: set[int] = field(default_factory=set)

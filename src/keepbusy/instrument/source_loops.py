@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
 from types import CodeType
-from typing import NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 Position: TypeAlias = tuple[int, int]
 """A line, and the column in it."""
@@ -25,6 +25,8 @@ class SourceLoop(NamedTuple):
     the first instruction of a turn may stand: its test, or its first statement."""
     statements: tuple[int, ...] = ()
     """The first lines of those it holds."""
+    certain: tuple[range, ...] = ()
+    """Lines that each turn passes whatever the program decides, statement by statement."""
 
     def turns_at(self, iterates: bool, position: Position) -> bool:
         """Whether a jump back to this instruction ends a turn. Others do not: a comprehension within a `for` has jumps
@@ -42,6 +44,7 @@ class SourceLoops:
         self._loops: dict[tuple[str, int], list[SourceLoop]] = {}  # of each function, by file and first line
         self._trees: dict[tuple[str, int], ast.AST] = {}  # of functions of whose decisions nobody has asked yet
         self._deciding: dict[tuple[str, int], set[int]] = {}
+        self._certain: dict[tuple[str, int], tuple[range, ...]] = {}
         self._lines: dict[str, list[str]] = {}
 
     def around(self, code: CodeType, line: int) -> list[SourceLoop]:
@@ -55,7 +58,15 @@ class SourceLoops:
             tree = _tree_of(self._text(code.co_filename), code)
             self._loops[owner] = [loop for first, loop in _loops(tree, 0) if first == owner[1]]
             self._trees[owner] = tree
+            functions = (one for one in ast.walk(tree) if owner[1] and _begins_at(one) == owner[1])
+            body = getattr(next(functions, tree), "body", [])
+            self._certain[owner] = tuple(_certain(body, ast.Return | ast.Raise))
         return self._loops[owner]
+
+    def is_certain(self, code: CodeType, line: int) -> bool:
+        """Whether each call of this function passes the line, whatever the program decides."""
+        self.of(code)
+        return any(line in one for one in self._certain[code.co_filename, _first_line(code)])
 
     def decides(self, code: CodeType, line: int) -> bool:
         """Whether this line works out by what the program chooses what it does next."""
@@ -120,15 +131,70 @@ def _first_line(code: CodeType) -> int:
 def _loops(node: ast.AST, owner: int) -> Iterator[tuple[int, SourceLoop]]:
     """Loops, each with the first line of the function that it stands in (0: of the module), from the outside in."""
     for child in ast.iter_child_nodes(node):
-        mine = owner
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            decorators = getattr(child, "decorator_list", [])
-            mine = min([child.lineno, *(one.lineno for one in decorators)])
-        elif isinstance(child, ast.For | ast.AsyncFor | ast.While):
+        mine = _begins_at(child) or owner
+        if isinstance(child, ast.For | ast.AsyncFor | ast.While):
             last = child.body[-1].end_lineno or child.lineno
-            statements = tuple(one.lineno for one in child.body)
-            yield owner, SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child), statements)
+            statements = tuple(one.lineno for one in _passed_in_order(child.body))
+            certain = (_head(child), *_certain(child.body, ast.Continue))
+            yield (
+                owner,
+                SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child), statements, certain),
+            )
         yield from _loops(child, mine)
+
+
+def _passed_in_order(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, and those that a `with` holds."""
+    for one in body:
+        yield one
+        if isinstance(one, ast.With):
+            yield from _passed_in_order(one.body)
+
+
+def _begins_at(node: ast.AST) -> int:
+    """The first line of a function; of anything else 0."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return 0
+    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+
+
+_CHOICES = ast.IfExp | ast.BoolOp | ast.comprehension | ast.Lambda
+_OWN_BODIES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+
+
+def _certain(body: Any, leaves: Any) -> Iterator[range]:
+    """Of these statements the lines that are passed each time, up to the first one that `leaves` before the end."""
+    for one in _passed_in_order(body if isinstance(body, list) else [body]):
+        if not any(isinstance(inner, _CHOICES) for part in _parts_of_head(one) for inner in ast.walk(part)):
+            yield _head(one)
+        if not isinstance(one, ast.Return | ast.With) and _leaves(one, leaves):
+            return
+
+
+def _head(node: Any) -> range:
+    """Its lines; of a compound statement those that are passed before what it holds."""
+    parts = _parts_of_head(node)
+    return range(node.lineno, (parts[-1].end_lineno or node.lineno) + 1) if parts else range(0)
+
+
+def _parts_of_head(node: Any) -> list[Any]:
+    """What is worked out each time: of a loop what it iterates over, of a choice its test, of a statement all."""
+    if isinstance(node, ast.For | ast.AsyncFor):
+        return [node.iter]
+    if isinstance(node, ast.If | ast.While):
+        return [node.test]
+    return [] if hasattr(node, "body") else [node]
+
+
+def _leaves(node: ast.AST, leaves: Any) -> bool:
+    """Whether something in it leaves the turn or the call; a `continue` of an inner loop is that loop's."""
+    if isinstance(node, leaves):
+        return True
+    if isinstance(node, _OWN_BODIES) or (
+        leaves is ast.Continue and isinstance(node, ast.For | ast.AsyncFor | ast.While)
+    ):
+        return False
+    return any(_leaves(child, leaves) for child in ast.iter_child_nodes(node))
 
 
 _SAYS = {"append", "critical", "debug", "error", "exception", "info", "log", "print", "warn", "warning", "write"}

@@ -81,6 +81,9 @@ def render(
         text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode, links=wrap)
         if text.count("\n") < height:
             break
+    if not diagnosis.trains:
+        for said, instead in _SAID_OF_AN_ITERATION:
+            text = text.replace(said, instead.format(loop=diagnosis.loop))
     return _of_a_script(text) if diagnosis.one_turn else text
 
 
@@ -95,6 +98,19 @@ _SAID_OF_A_SCRIPT = (
     ("take the host's work out of the loop", "move the host's work elsewhere"),
     ("Do it less often, or in a thread beside the loop;", "Do it earlier, later or in a thread beside this;"),
     ("once the next step is launched", "once more work is launched"),
+)
+
+
+_SAID_OF_AN_ITERATION = (
+    ("A step takes", "An iteration of {loop} takes"),
+    (" a step", " an iteration"),
+    ("of the step", "of the iteration"),
+    ("the step up", "the iteration up"),
+    ("the step is", "the iteration is"),
+    ("The step as a whole", "The iteration as a whole"),
+    ("its steps differ", "its iterations differ"),
+    ("in the training loop", "in the loop"),
+    ("The training thread does", "Python does"),
 )
 
 
@@ -143,8 +159,9 @@ def parts(
 def _head(diagnosis: Diagnosis) -> str:
     ranks, steps = len(diagnosis.given), diagnosis.steps
     source, device = words.files(diagnosis.sources), tame(diagnosis.device, 40)
-    several, seen = f"{ranks:,} ranks" if ranks > 1 else "", f"{steps} step{'' if steps == 1 else 's'}" if steps else ""
-    facts = (source, device, several, seen)
+    kind, place = ("step", "") if diagnosis.trains else ("iteration", f" of {diagnosis.loop}")
+    seen = f"{steps} {kind}{'' if steps == 1 else 's'}{place}" if steps else ""
+    facts = (source, device, f"{ranks:,} ranks" if ranks > 1 else "", seen)
     return "".join(f" · {fact}" for fact in facts if fact)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.frame_roles import STEP_MARKS, Role
 from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import LOOP
@@ -34,9 +34,8 @@ LEAVES_LOOP = 4
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = turns_alone(timeline)
-    if not len(timeline.marks):
-        guessed = by_pattern(timeline)
-        timeline = guessed if not timeline.facts.virtual or comes_again(guessed) else timeline
+    if not len(timeline.marks) and not timeline.facts.virtual:  # of a virtual run the turns of its loops are known
+        timeline = by_pattern(timeline)
     marks = [timeline.marks_of(rank) for rank in timeline.ranks]
     count = min(map(len, marks))
     if timeline.facts.plain_runs:  # ranks that were recorded live begin with the same step: one may be recorded longer
@@ -308,6 +307,12 @@ def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:
     rows = rows[np.argsort(spans.start[rows], kind="stable")]
     reached = np.maximum.accumulate(spans.end[rows])
     return rows[1:], np.maximum(0, spans.start[rows[1:]] - reached[:-1]), int(reached[-1] - spans.start[rows[0]])
+
+
+def has_steps(timeline: Timeline) -> bool:
+    """Whether anything trains, or the program says itself where its steps end."""
+    names = [number for number, name in enumerate(timeline.names) if name.startswith(STEP_MARKS)]
+    return bool(np.isin(timeline.frames.name, names).any())
 
 
 def by_pattern(timeline: Timeline) -> Timeline:

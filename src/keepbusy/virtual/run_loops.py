@@ -1,7 +1,9 @@
 """The loops of a run on the virtual GPU: nothing has to be sampled, and the tree is the one that a recording has.
 
 The timeline tells at which line the program was at any moment. Turns are counted as they pass, by Python itself; before
-Python 3.12, which cannot, they are read off the lines: who comes back to an earlier statement of a loop has turned.
+Python 3.12, which cannot, they are read off the lines: who comes back to an earlier statement of a loop has turned. A
+turn in which nothing was called, or the same line as in the one before, passes unseen. So a loop is counted only where
+each turn called from two statements at least that no turn leaves out, whatever the program decides.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from keepbusy.instrument.source_loops import SourceLoops
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline
 from keepbusy.timeline.run_facts import LOOP, WindowReason
-from keepbusy.timeline.steps import by_pattern, comes_again, turns_alone
+from keepbusy.timeline.steps import comes_again, has_steps, turns_alone
 
 STAY, STAY_SHARE = 60_000_000, 0.05
 """A function holds loops of the run if it lasts so long each time, as where a run is recorded; of a short run, if it
@@ -94,12 +96,16 @@ class RunLoops:
         looks = self._looks_of(visits, sources, int(timeline.spans.end.max(initial=0)))
         turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
         nests = [_nest(chain, looks, sources, turns) for chain in visits.known]
-        is_marked = len(timeline.marks) > 0
-        if not is_marked:
+        is_marked, steps_itself = len(timeline.marks) > 0, has_steps(timeline)
+        if is_marked:
+            nest = () if announced else _step_loop(timeline, visits.of_frame, nests, turns, steps_itself)
+        else:
             held = {loop for one in innermost_loops(looks, busy, sources) for loop in one.nest}
             nest = _working_loop(timeline, visits.of_frame, [_lasting(one, held) for one in nests], turns)
-        else:
-            nest = () if announced else _step_loop(timeline, visits.of_frame, nests, turns)
+        if (
+            nest and nest[-1] in looks.unsure and not steps_itself
+        ):  # where steps end is known, else turns would be missing
+            nest = ()
         looks = replace(looks, holders=frozenset(code for code, _ in (*nest, *_beside(nest, nests))))
         told = timeline.change_facts(run=tree_of(looks, busy, sources))
         loops = innermost_loops(looks, busy, sources) if nest else []
@@ -118,10 +124,14 @@ class RunLoops:
             stay=min(STAY, round(STAY_SHARE * ended)),
             ended=ended,
         )
-        passes, entries = _read_off(visits, looks, sources)
+        passes, entries, unsure = _read_off(visits, looks, sources)
         # as where entries are counted, the one at which a code was met first is none of them
         entries = {code: times[1:] for code, times in entries.items()} | looks.entries
-        return replace(looks, passes=passes, entries=entries)
+        return replace(looks, passes=passes, entries=entries, unsure=unsure - self._counted(sources))
+
+    def _counted(self, sources: SourceLoops) -> set[Line]:
+        """Loops whose turns Python has counted."""
+        return {Line(*loop) for loop in turns_of_loops(self._looks, sources)}
 
     def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
         code, line = lines[name]
@@ -184,8 +194,11 @@ class _Visits:
         return array("q", times[kept].tolist()), array("l", chains[kept].tolist())
 
 
-def _step_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], turns: Mapping[LoopKey, Ints]) -> Nest:
-    """The loop whose turns are the steps, with those around it."""
+def _step_loop(
+    timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], turns: Mapping[LoopKey, Ints], steps_itself: bool
+) -> Nest:
+    """The loop whose turns are the steps, with those around it. Of a program that trains nothing, one in most of whose
+    turns its modules are called anew: not the loop over a model's layers."""
     frames = timeline.frames
     passes = np.flatnonzero((frames.kind == FrameKind.ANNOTATION) & (frames.role & Role.BACKWARD != 0))
 
@@ -195,7 +208,14 @@ def _step_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], turns:
             found[nests[chain]] += int(count)
         return found
 
-    return loop_that_trains(counted(timeline.spans.frame[timeline.marks]), counted(passes), turns)
+    nest = loop_that_trains(counted(timeline.spans.frame[timeline.marks]), counted(passes), turns)
+    began = timeline.spans.start[timeline.marks]
+    while nest and not steps_itself:
+        ends = turns[nest[-1]]
+        if 2 * len(np.unique(np.searchsorted(ends, began, "right"))) >= len(ends):
+            break
+        nest = nest[:-1]
+    return nest
 
 
 def _lasting(nest: Nest, held: Container[LoopKey]) -> Nest:
@@ -207,6 +227,7 @@ def _lasting(nest: Nest, held: Container[LoopKey]) -> Nest:
 def _working_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], turns: Mapping[LoopKey, Ints]) -> Nest:
     """Of a program in which nothing announces a step, the loop that most of the GPU's work is launched from."""
     launches = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
+    launches = launches.take(np.flatnonzero(timeline.spans.kind[launches.target] == Kind.KERNEL))
     chain, work = of_frame[timeline.spans.frame[launches.source]], timeline.spans.work[launches.target]
     held = Counter[Nest]()
     for number, each in enumerate(np.bincount(chain, work, len(nests)).tolist()):
@@ -214,15 +235,6 @@ def _working_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], tur
     nest = loop_that_trains(held, {}, turns)
     within = sum(each for one, each in held.items() if one[: len(nest)] == nest)
     return nest if within > WORKING_SHARE * work.sum() else ()
-
-
-def _is_told_by_turns(loop: BusyLoop, marked: Timeline, guessed: Timeline) -> bool:
-    """Whether turns tell more than the pattern of launches: they do where every seventh turn prints something, and not
-    where launches repeat themselves as often as the loop turns."""
-    steps = len(guessed.marks_of(guessed.ranks[0]))
-    if len(loop.ends) < FEWEST_TURNS or abs(steps - len(loop.ends)) <= 2:
-        return False
-    return comes_again(guessed if steps > FEWEST_MARKS else marked)
 
 
 def _beside(nest: Nest, nests: Iterable[Nest]) -> Iterator[LoopKey]:
@@ -245,9 +257,10 @@ def _nest(chain: Chain, looks: Looks, sources: SourceLoops, turns: Mapping[LoopK
 def _with_marks(
     timeline: Timeline, lane: int, trains: BusyLoop, loops: Sequence[BusyLoop], is_marked: bool
 ) -> Timeline:
-    """With its steps at the turns of the loop that trains, unless launches tell them better, and turns of others."""
+    """With its steps at the turns of the loop that trains, and turns of others. Without a step of the program's own it
+    is explained whole where there are few turns, or most of the waiting was done before they were alike."""
     marked = _marked(timeline, lane, trains)
-    if not is_marked and not _is_told_by_turns(trains, marked, by_pattern(timeline)):
+    if not is_marked and (len(trains.ends) < FEWEST_TURNS or not comes_again(marked)):
         return timeline
     worth = {one.nest for one in worth_a_look(loops)}
     further = [_window(timeline, lane, one) for one in loops_beside(trains, loops) if one.nest in worth]
@@ -277,32 +290,50 @@ def _window(timeline: Timeline, lane: int, loop: BusyLoop) -> Timeline | None:
 
 def _read_off(
     visits: _Visits, looks: Looks, sources: SourceLoops
-) -> tuple[dict[Line, array[int]], dict[int, array[int]]]:
-    """When loops turned, each by its first line, and when functions were entered.
+) -> tuple[dict[Line, array[int]], dict[int, array[int]], frozenset[Line]]:
+    """When loops turned, each by its first line, when functions were entered, and of which loops turns may be missing.
 
     Each way from one line to the next tells which loops turn on it and which functions begin, and there are few ways.
     """
     chain = visits.chain[~visits.passing]
     ways, kind = np.unique(np.append(0, chain) * len(visits.known) + np.append(chain, 0), return_inverse=True)
     times = np.append(visits.start[~visits.passing], visits.end.max(initial=0))
-    turned, entered = defaultdict[Line, list[Ints]](list), defaultdict[int, list[Ints]](list)
+    turned, entered = defaultdict[Line, list[Ints]](list), defaultdict[int, list[Ints]](list)  # at which visits
     repeated = set[Line]()  # else nothing tells whether there was more than one turn
     for number, way in enumerate(ways.tolist()):
         first, second = (visits.known[one] for one in divmod(way, len(visits.known)))
-        came = times[kind == number]
+        came = np.flatnonzero(kind == number)
         for loop, back in _turned(first, second, looks, sources):
             turned[loop].append(came)
             repeated |= {loop} if back else set()
         for code in _entered(first, second):
             entered[code].append(came)
+    ends = {loop: np.sort(np.concatenate(found)) for loop, found in turned.items() if loop in repeated}
+    sure = _seen_in_each_turn(chain, ends, visits.known, looks, sources)
     return (
-        {loop: _in_order(times) for loop, times in turned.items() if loop in repeated},
-        {code: _in_order(times) for code, times in entered.items()},
+        {loop: array("q", times[found].tolist()) for loop, found in ends.items()},
+        {code: array("q", times[np.sort(np.concatenate(found))].tolist()) for code, found in entered.items()},
+        frozenset(ends.keys() - sure),
     )
 
 
-def _in_order(times: list[Ints]) -> array[int]:
-    return array("q", np.sort(np.concatenate(times)).tolist())
+def _seen_in_each_turn(
+    chain: Ints, ends: Mapping[Line, Ints], known: Sequence[Chain], looks: Looks, sources: SourceLoops
+) -> set[Line]:
+    """Loops of which no turn has passed unseen: two statements that every turn passes have called in each of them."""
+    calls = defaultdict[tuple[Line, range], list[int]](list)  # the chains in which a statement of a loop calls
+    for number, lines in enumerate(known):
+        certain = True  # whether all calls from here inwards are made each time
+        for code, line in reversed(lines):
+            for loop in sources.around(looks.codes[code], line) if certain else ():
+                for statement in (one for one in dict.fromkeys(loop.certain) if line in one):
+                    calls[Line(code, loop.first), statement].append(number)
+            certain = certain and sources.is_certain(looks.codes[code], line)
+    statements = Counter[Line]()
+    for (loop, _), chains in calls.items():
+        turns = np.searchsorted(ends.get(loop, chain[:0]), np.flatnonzero(np.isin(chain, chains)), "right")
+        statements[loop] += len(ends.get(loop, ())) == len(np.unique(turns[turns < len(ends.get(loop, ()))]))
+    return {loop for loop, count in statements.items() if count > 1}
 
 
 def _parting(first: Chain, second: Chain) -> tuple[int, bool]:

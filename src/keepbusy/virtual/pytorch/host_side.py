@@ -12,6 +12,7 @@ import os
 import struct
 import sys
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -154,10 +155,25 @@ def _leave_annotation(native: Callable[..., Any], annotation: Any, *error: Any) 
 
 
 _inside = local()
+_called: dict[int, weakref.ref[torch.nn.Module]] = {}
+"""The modules that were called since the last mark."""
+
+
+def _begins_anew(module: torch.nn.Module) -> bool:
+    """Whether a round of modules begins with it: one that is called again, or the first one. So the layers of a model
+    that are called one by one make one step."""
+    known = _called.get(id(module))
+    is_new = known is None or known() is not module
+    if is_new and _called:
+        _called[id(module)] = weakref.ref(module)
+        return False
+    _called.clear()
+    _called[id(module)] = weakref.ref(module)
+    return True
 
 
 def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The outermost module's forward passes mark the steps of a program without an optimizer.
+    """The outermost modules' forward passes mark the steps of a program without an optimizer, round by round.
 
     What stands for `Module.__call__` calls the module `self`: by that name PyTorch's profiler looks for it there.
     """
@@ -167,11 +183,15 @@ def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(_inside, "module", False) or not _in_training_thread():
             return native(self, *args, **kwargs)
         _inside.module = True
-        MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}")
         try:
-            return native(self, *args, **kwargs)
+            if not _begins_anew(self):
+                return native(self, *args, **kwargs)
+            MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}")
+            try:
+                return native(self, *args, **kwargs)
+            finally:
+                MACHINE.clock.leave()
         finally:
-            MACHINE.clock.leave()
             _inside.module = False
 
     return call

@@ -76,13 +76,15 @@ def patch(patches: Patches) -> None:
         is_fft = name.startswith("fft_")
         patches.wrap(torch.fft if is_fft else torch, name.removeprefix("fft_"), partial(_make, name))
     patches.wrap(torch, "normal", partial(_make, "normal"))
-    native = Tensor.__new__
-    Tensor.__new__ = staticmethod(partial(_new, native))
 
 
 def _set_default(native: Callable[..., Any], kind: Any) -> None:
     native(kind.on_host if isinstance(kind, TensorType) else kind)  # which says what is wrong with it
     Default.is_device = isinstance(kind, TensorType)
+    if Default.is_device and "__new__" not in vars(Tensor):
+        import torch._dynamo  # noqa: F401  # it refuses any other function in this place, and looks at it once
+
+        Tensor.__new__ = staticmethod(partial(_new, Tensor.__new__))
 
 
 def _make(name: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
