@@ -41,7 +41,7 @@ from keepbusy.instrument.source_loops import SourceLoops
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline
 from keepbusy.timeline.run_facts import LOOP, WindowReason
-from keepbusy.timeline.steps import comes_again, has_steps, turns_alone
+from keepbusy.timeline.steps import by_pattern, comes_again, has_steps, turns_alone
 
 STAY, STAY_SHARE = 60_000_000, 0.05
 """A function holds loops of the run if it lasts so long each time, as where a run is recorded; of a short run, if it
@@ -237,6 +237,13 @@ def _working_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], tur
     return nest if within > WORKING_SHARE * work.sum() else ()
 
 
+def _is_about(loop: BusyLoop, marked: Timeline, guessed: Timeline) -> bool:
+    """Whether the script is about this loop: most waiting comes again in each of its turns, or of the stretches after
+    which launches repeat themselves, as where every seventh turn prints something."""
+    has_pattern = len(guessed.marks_of(guessed.ranks[0])) > FEWEST_MARKS
+    return len(loop.ends) >= FEWEST_TURNS and comes_again(guessed if has_pattern else marked)
+
+
 def _beside(nest: Nest, nests: Iterable[Nest]) -> Iterator[LoopKey]:
     """Loops beside the one that trains, as an evaluation; not those within one turn of it, or of each other."""
     for one in nests:
@@ -260,7 +267,7 @@ def _with_marks(
     """With its steps at the turns of the loop that trains, and turns of others. Without a step of the program's own it
     is explained whole where there are few turns, or most of the waiting was done before they were alike."""
     marked = _marked(timeline, lane, trains)
-    if not is_marked and (len(trains.ends) < FEWEST_TURNS or not comes_again(marked)):
+    if not is_marked and not _is_about(trains, marked, by_pattern(timeline)):
         return timeline
     worth = {one.nest for one in worth_a_look(loops)}
     further = [_window(timeline, lane, one) for one in loops_beside(trains, loops) if one.nest in worth]
@@ -321,19 +328,20 @@ def _seen_in_each_turn(
     chain: Ints, ends: Mapping[Line, Ints], known: Sequence[Chain], looks: Looks, sources: SourceLoops
 ) -> set[Line]:
     """Loops of which no turn has passed unseen: two statements that every turn passes have called in each of them."""
-    calls = defaultdict[tuple[Line, range], list[int]](list)  # the chains in which a statement of a loop calls
+    calls = defaultdict[Line, defaultdict[range, list[int]]](lambda: defaultdict(list))  # the chains of each statement
     for number, lines in enumerate(known):
-        certain = True  # whether all calls from here inwards are made each time
         for code, line in reversed(lines):
-            for loop in sources.around(looks.codes[code], line) if certain else ():
-                for statement in (one for one in dict.fromkeys(loop.certain) if line in one):
-                    calls[Line(code, loop.first), statement].append(number)
-            certain = certain and sources.is_certain(looks.codes[code], line)
-    statements = Counter[Line]()
-    for (loop, _), chains in calls.items():
-        turns = np.searchsorted(ends.get(loop, chain[:0]), np.flatnonzero(np.isin(chain, chains)), "right")
-        statements[loop] += len(ends.get(loop, ())) == len(np.unique(turns[turns < len(ends.get(loop, ()))]))
-    return {loop for loop, count in statements.items() if count > 1}
+            for loop in sources.around(looks.codes[code], line):
+                for statement in {one for one in loop.certain if line in one}:
+                    calls[Line(code, loop.first)][statement].append(number)
+            if not sources.is_certain(looks.codes[code], line):  # who called it may do so without this call
+                break
+    sure = set[Line]()
+    for place, found in ends.items():
+        turns = [np.searchsorted(found, np.flatnonzero(np.isin(chain, one)), "right") for one in calls[place].values()]
+        if sum(len(np.unique(one[one < len(found)])) == len(found) for one in turns) > 1:
+            sure.add(place)
+    return sure
 
 
 def _parting(first: Chain, second: Chain) -> tuple[int, bool]:

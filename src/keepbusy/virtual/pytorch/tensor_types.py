@@ -23,7 +23,7 @@ class TensorType(type):
     Native code knows such a class by its whole name, `torch.cuda.FloatTensor`; Python sees the last part of it.
     """
 
-    __name__ = property(lambda cls: cls.on_host.__name__)  # type: ignore[assignment]
+    __name__ = property(lambda cls: cls.on_host.__name__)
     dtype: torch.dtype
     on_host: Any
     is_cuda = True
