@@ -1041,6 +1041,12 @@ try: next(batches)
 except StopIteration: found.append("over")
 found.append(torch.rand(1).item())
 """,
+    "its seeds drawn by the GPU": SLOW
+    + """
+data = Slow(); torch.set_default_device("cuda")
+try: look(DataLoader(data, batch_size=1, collate_fn=lambda rows: (rows[0][0], rows[0][0][:1])))
+finally: torch.set_default_device(None)
+""",
     "a collate function that counts": SLOW
     + """
 made = []
@@ -1095,6 +1101,24 @@ for step in range(10):
     torch.set_default_dtype(torch.float32)
     found.append((x.requires_grad, x.is_leaf, x.dtype, y.sum().item(), z.is_inference(), w.dtype, w.sum().item()))
     found.append((out.sum().item(), x.sum().item(), torch.normal(0.0, 1.0, (600, 500)).sum().item(), x.is_pinned()))
+""",
+    "a device where new tensors go by themselves": """
+def draws():
+    made = torch.rand(600, 1000), torch.randn(600, 1000), torch.randint(0, 9, (600, 1000)), torch.randperm(400000)
+    made += torch.normal(0.0, 1.0, (600, 1000)), torch.bernoulli(made[0]), torch.rand_like(made[0])
+    made += torch.randn_like(made[1]), torch.empty(600, 1000).uniform_()
+    found.append([(one.device.type, one.double().sum().item()) for one in made])
+torch.cuda.manual_seed(0)
+for step in range(18):
+    torch.set_default_device("cuda" if 9 < step < 14 else None)
+    draws()
+    with torch.device("cuda"): draws()
+try: torch.set_default_tensor_type("torch.cuda.FloatTensor")
+except TypeError: torch.set_default_device("cuda")  # where no build has such tensors
+for step in range(6): draws()
+with torch.device("cpu"): draws()
+torch.set_default_device(None); torch.set_default_tensor_type("torch.FloatTensor")
+for step in range(6): draws()
 """,
     "draws that nobody asks for in the end": """
 for step in range(9): found.append(torch.randn(600, 1000).sum().item())

@@ -23,6 +23,7 @@ from warm_python import warm
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
 from keepbusy.fix.graph import graphed_modules
+from keepbusy.fix.live.host_numbers import DrawsAhead
 from keepbusy.fix.live.host_waits import QuickCollection
 from keepbusy.fix.live.late_gradients import LateGradients
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
@@ -148,6 +149,7 @@ DONE = (
     ("counts its samples", "workers", 0),
     ("a global count", "workers", 0),
     ("an open file", "workers", 0),
+    ("its seeds drawn by the GPU", "workers", 0),
 )
 """How often a fix does something in a program, where nothing is tried; 0 where it must not."""
 WORKED = {
@@ -208,6 +210,43 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
     fixed("found = [1]", tmp_path / "train.py")
     assert (torch.Tensor.to, torch.Tensor.copy_, torch.tensor, torch.cuda.empty_cache, gc.collect) == before
     assert not hasattr(builtins, "__keepbusy_late__")
+
+
+@pytest.mark.parametrize("name", ["rand", "randn", "randint", "randperm", "normal"])
+def test_draws_are_left_alone_where_the_device_draws_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.set_default_tensor_type` has it, of which `torch.get_default_device` tells nothing."""
+    given = {"randint": (9, (4, 4)), "randperm": (16,), "normal": (0.0, 1.0, (4, 4))}.get(name, (4, 4))
+    plain = getattr(torch, name)
+    monkeypatch.setattr(torch, name, lambda *given, **options: plain(*given, **{"device": "cuda", **options}))
+    monkeypatch.setattr(torch._C, "_get_default_device", lambda: "cuda")
+    monkeypatch.setattr("keepbusy.fix.live.host_numbers._SHORTEST_DRAW", 0)
+    draws, patches = DrawsAhead(), Patches()
+    draws.patch(patches)
+    draws.switch.on = True
+    try:
+        for _ in range(12):
+            assert getattr(torch, name)(*given).is_cuda
+    finally:
+        patches.undo()
+    assert not draws.switch.done
+
+
+def test_a_draw_that_fails_ahead_is_made_by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepbusy.fix.live.host_numbers._SHORTEST_DRAW", 0)
+    draws, patches, plain = DrawsAhead(), Patches(), torch.randn
+
+    def failing(*given: int, **options: Any) -> torch.Tensor:
+        if "generator" in options:
+            raise RuntimeError
+        return plain(*given, **options)
+
+    monkeypatch.setattr(torch, "randn", failing)
+    draws.patch(patches)
+    draws.switch.on = True
+    try:
+        assert all(torch.randn(4, 4).shape == (4, 4) for _ in range(12))
+    finally:
+        patches.undo()
 
 
 def test_no_operator_passes_through_the_fixes() -> None:

@@ -255,6 +255,16 @@ def test_buffers_that_nobody_gives_back_are_not_kept_for_ever() -> None:
     assert len(buffers.made) == BUFFERS
 
 
+def test_memory_for_batches_is_the_hosts_also_where_new_tensors_go_to_the_device() -> None:
+    batch = [torch.ones(3), torch.ones(5)]
+    pinned, layout = prefetch_iterator.PinnedBuffer(), layout_of(batch)
+    with torch.device("cuda"):
+        shared = WorkerBuffers().take(1000)
+        pinned.pack(layout, batch)
+    assert (shared.device.type, pinned.memory.device.type) == ("cpu", "cpu")
+    assert [one.tolist() for one in pieces(pinned.memory, layout)] == [[1.0] * 3, [1.0] * 5]
+
+
 def columns(number: int) -> dict[str, Tensor]:
     return {f"column {place}": torch.full((400 + place,), 100 * number + place) for place in range(300)}
 

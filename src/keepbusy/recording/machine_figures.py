@@ -159,7 +159,7 @@ def _driver_calls(now: Callable[[], int]) -> tuple[int, int]:
 def _pinning(size: int, now: Callable[[], int]) -> float:
     """Once: memory that was pinned before comes from a cache."""
     begun = now()
-    torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     return (now() - begun) / size
 
 
@@ -180,8 +180,8 @@ def _device_time(call: Callable[[], object], rounds: int = ROUNDS) -> float:
 def _copies(size: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """To the device and home, each pinned and pageable, in bytes a nanosecond."""
     device = torch.zeros(size, dtype=torch.uint8, device="cuda")
-    pageable = torch.zeros(size, dtype=torch.uint8)  # touched, so that no page is mapped on the way
-    pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    pageable = torch.zeros(size, dtype=torch.uint8, device="cpu")  # touched, so that no page is mapped on the way
+    pinned = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def both(copy: Callable[[Tensor], object]) -> tuple[float, float]:
         return size / _device_time(lambda: copy(pinned)), size / _device_time(lambda: copy(pageable))
@@ -458,7 +458,7 @@ class _Rank:
     def _copies(self, places: Sequence[RankPlace]) -> CopyRates:
         """Those of one host take turns; then all copy."""
         device = torch.zeros(LONG_MESSAGE, dtype=torch.uint8, device=self.device)
-        pinned = torch.zeros(LONG_MESSAGE, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.zeros(LONG_MESSAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
         ways = (lambda: device.copy_(pinned, non_blocking=True)), (lambda: pinned.copy_(device, non_blocking=True))
         alone: tuple[float, ...] = ()
         turn = sum(one.host == places[self.rank].host for one in places[: self.rank])

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from keepbusy.fix.live.switch import FixSwitch, is_ours, ours, same_bits
+from keepbusy.fix.live.switch import FixSwitch, is_ours, makes_on_host, ours, same_bits
 from keepbusy.instrument.patches import Function, Patches, left_alone
 from keepbusy.instrument.processes import UnseenThread
 from keepbusy.runtime.readback import Reading, readback
@@ -421,7 +421,7 @@ class Chain:
 
     def take(self, draw: Draw) -> tuple[Tensor, Tensor] | None:
         """The numbers, and where the generator stands after them; None, for good, if the program does otherwise."""
-        with suppress(LookupError):
+        with suppress(Exception):  # what is wrong with it PyTorch says of the program's own draw
             expected, result = self.draws.popleft()
             if expected == draw and torch.equal(self.state, torch.get_rng_state()):
                 numbers, self.state = result.result()
@@ -525,9 +525,9 @@ class DrawsAhead:
 def _draw_of(name: str, given: tuple[Any, ...], options: dict[str, Any]) -> Draw | None:
     """None where it is not the CPU's own generator, or more than its arguments say what is drawn."""
     device = options.get("device")
-    where = torch.get_default_device() if device is None else torch.device(device)
+    on_host = makes_on_host() if device is None else torch.device(device).type == "cpu"
     special = options.get("generator") is not None or options.get("out") is not None
-    if special or where.type != "cpu" or torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
+    if special or not on_host or torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
         return None
     flat = tuple(tuple(one) if isinstance(one, list) else one for one in given)
     if any(isinstance(one, Tensor) for one in (*flat, *options.values())):

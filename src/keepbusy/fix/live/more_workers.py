@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data import _utils as loading
 from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 
-from keepbusy.fix.live.switch import FixSwitch, same_bits
+from keepbusy.fix.live.switch import FixSwitch, makes_on_host, same_bits
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.timeline.figures import duration
@@ -341,6 +341,7 @@ def _is_foreseeable(loader: DataLoader[Any]) -> bool:
         and multiprocessing.get_start_method() == "fork"
         and multiprocessing.parent_process() is None
         and not torch.utils.data.get_worker_info()
+        and makes_on_host()  # or the device draws its seeds
     )
 
 

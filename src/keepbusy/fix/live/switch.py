@@ -103,6 +103,13 @@ def is_ours() -> bool:
     return _OURS.under_way
 
 
+def makes_on_host() -> bool:
+    """Whether new tensors that name no device are the host's. PyTorch has two settings for that, and tells of one."""
+    import torch
+
+    return torch.get_default_device().type == torch._C._get_default_device() == "cpu"
+
+
 def same_bits(one: Any, other: Any) -> bool:
     """Whether two results are the same in type and value, also where neither is a number."""
     import torch

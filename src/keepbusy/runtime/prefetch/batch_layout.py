@@ -338,8 +338,11 @@ class WorkerBuffers:
         if fitting is not None:
             buffer = self.made[fitting]
         else:
-            buffer = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(ALIGNMENT + size))
-            buffer[_NAME] = torch.tensor(list(os.urandom(_NAME.stop - _NAME.start)), dtype=torch.uint8)
+            buffer = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+                torch.UntypedStorage._new_shared(ALIGNMENT + size)
+            )
+            name = list(os.urandom(_NAME.stop - _NAME.start))
+            buffer[_NAME] = torch.tensor(name, dtype=torch.uint8, device="cpu")
             if free:  # batches have grown
                 self.made[free[0]] = buffer
             elif len(self.made) < BUFFERS:
@@ -367,7 +370,7 @@ class JoinedBatch:
         if joined is None:
             if name not in _BY_NAME:  # let go, as after the pass that the batch was for
                 return
-            joined = torch.empty(0, dtype=torch.uint8).set_(_BY_NAME[name], ALIGNMENT, (size,))
+            joined = torch.empty(0, dtype=torch.uint8, device="cpu").set_(_BY_NAME[name], ALIGNMENT, (size,))
         self.joined = joined
         weakref.finalize(joined, joined.untyped_storage().__setitem__, 0, 0).atexit = False
 
@@ -446,4 +449,4 @@ class ReceivedBuffers:
 
 def _name_of(joined: Tensor) -> bytes:
     """Of its buffer."""
-    return bytes(torch.empty(0, dtype=torch.uint8).set_(joined.untyped_storage())[_NAME].tolist())
+    return bytes(torch.empty(0, dtype=torch.uint8, device="cpu").set_(joined.untyped_storage())[_NAME].tolist())

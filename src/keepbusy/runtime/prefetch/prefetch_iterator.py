@@ -342,7 +342,7 @@ class PinnedBuffer:
     """One batch's pinned memory, kept for the next batch."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: Layout | None = None
         self._pieces: list[Tensor] = []
         self._large: list[int] = []  # of which of them each task writes a part
@@ -382,7 +382,7 @@ class PinnedBuffer:
 
     def _lay_out(self, layout: Layout, sources: list[Tensor]) -> None:
         if layout.packed > self.memory.numel():
-            self.memory = torch.empty(layout.packed, dtype=torch.uint8, pin_memory=True)
+            self.memory = torch.empty(layout.packed, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._pieces, self._layout = pieces(self.memory[: layout.packed], layout), layout
         self._tasks = min(PACKING_TASKS, layout.packed // _TASK_BYTES) if _script() is not None else 0
         self._small, self._large = [], []
