@@ -2156,6 +2156,56 @@ for turn, (x, y) in enumerate(batches(48)):
         found.append(average(x).sum())
 found += [*weights(net), *weights(average)]
 """,
+    "modules that are not called as Python's classes are": DEEP
+    + """
+import functools
+class Reads(nn.Module):
+    def __init__(self, inner): super().__init__(); self.inner, self.last = inner, nn.Linear(5, 5).cuda()
+    def forward(self, x): open("/dev/null").close(); return self.last(self.inner(x))
+class Partly(nn.Module):
+    def __init__(self): super().__init__(); self.inner = deep()[0]
+    def scaled(self, x, by=1): return self.inner(x) * by
+    forward = functools.partialmethod(scaled, by=2)
+class OfInstances:
+    def __get__(self, one, kind):
+        if one is None: raise AttributeError("forward")
+        return one.inner
+class Described(nn.Module):
+    def __init__(self): super().__init__(); self.inner = deep()[0]
+    forward = OfInstances()
+class Property(nn.Module):
+    def __init__(self): super().__init__(); self.inner = deep()[0]
+    @property
+    def forward(self): return lambda x: self.inner(x) * 3
+x = next(batches(1))[0]
+def others():
+    yield torch.jit.script(deep()[0]); yield torch.jit.trace(deep()[0], x); yield torch.fx.symbolic_trace(deep()[0])
+    yield Partly(); yield Described(); yield Property()
+def compiled():  # last, for all modules are left alone from then on
+    yield torch.export.export(deep()[0], (x,)).module(); yield torch.compile(deep()[0], backend="eager")
+for net in itertools.chain(others(), map(Reads, others()), compiled()):
+    optimizer = sgd(net)
+    for x, y in batches(12):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+    found += [loss.item(), *weights(net)]
+""",
+    "modules that were given all attributes of another": DEEP
+    + """
+for net in (nn.DataParallel(deep()[0]), torch.fx.symbolic_trace(deep()[0])):
+    optimizer = sgd(net); before = None
+    for turn, (x, y) in enumerate(batches(12)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        if turn == 9: before = copy.deepcopy(net), copy.copy(net)
+        optimizer.step()
+        found.append(loss.item())
+        if before: found += [one(x).sum().item() for one in before]
+    found += weights(net)
+""",
     "forward passes that nobody goes back through": DEEP
     + """
 net, optimizer = deep(); kept = []

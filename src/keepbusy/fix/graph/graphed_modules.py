@@ -13,6 +13,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from inspect import getattr_static
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -104,7 +106,8 @@ class GraphedModules:
             self._met.clear()
 
     def _take(self, module: nn.Module, is_outermost: bool) -> None:
-        if module not in self._taken and "_compiled_call_impl" not in vars(module):
+        is_plain = isinstance(getattr_static(type(module), "forward"), FunctionType)  # TorchScript's is not
+        if is_plain and module not in self._taken and "_compiled_call_impl" not in vars(module):
             module._compiled_call_impl = GraphedModule(module, self, is_outermost)
             self._taken.add(module)
 
@@ -118,7 +121,7 @@ class GraphedModules:
     def take_parts(self, module: nn.Module) -> None:
         """In place of a module that cannot be a launch the modules that it calls."""
         for part in module.children():
-            if type(part).forward is nn.Module.forward:  # a list of them
+            if getattr_static(type(part), "forward") is nn.Module.forward:  # a list of them
                 self.take_parts(part)
             else:
                 self._take(part, False)
@@ -153,7 +156,14 @@ class GraphedModule:
         self._calls_left = _CALLS_SEEN
         """Of those that are not as usual."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of a module that is copied or saved with all its attributes: the other is called as it is written."""
+        return type(None), ()
+
     def __call__(self, *given: Any, **named: Any) -> Any:
+        called = sys._getframe(1).f_locals.get("self")  # by PyTorch's `_wrapped_call_impl`
+        if called is not self._module and isinstance(called, nn.Module):  # which was given the attributes of this one
+            return called._call_impl(*given, **named)
         plain = self._module._call_impl
         if not self.all.switch.on or is_ours() or not torch.is_grad_enabled():
             return plain(*given, **named)
