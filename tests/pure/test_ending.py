@@ -135,6 +135,33 @@ def test_the_program_is_not_told_where_we_hear_of_signals() -> None:
     assert done.stdout.splitlines()[-2:] == ["True True", "finished"]
 
 
+CLOSES = """\
+signal.signal(signal.SIGUSR1, lambda *_: None)
+for _ in range(3):
+    os.closerange(3, 4096)
+    signal.raise_signal(signal.SIGUSR1)
+"""
+
+
+@both
+def test_a_program_may_close_all_descriptors(in_handler: bool) -> None:
+    """As daemons do: Python would complain of ours at each signal."""
+    own = "".join(f"own{number} = open(os.devnull)\n" for number in range(3)) + "print(own2.fileno())\n"
+    assert said(ended(CLOSES + own + TERMINATES, in_handler)) == (-signal.SIGTERM, "5\nfinished\n", "")
+    soon = "import keepbusy.instrument.script as script\nscript._PATIENCE = script._PATIENCE_WITH_US = 0.2\n"
+    assert said(ended(CLOSES + HANGS, in_handler, before=soon)) == (-signal.SIGTERM, "", "")
+
+
+def test_a_program_may_close_descriptors_one_by_one() -> None:
+    closes = (
+        "ending = Ending(lambda: None)\nmiddle = ending._pipe\n"
+        "for end in middle: os.close(end.copy)\n"
+        "while ending._pipe is middle or ending._pipe is None: time.sleep(0.001)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: None)\nsignal.raise_signal(signal.SIGUSR1)\n"
+    )
+    assert said(ended("", before=closes)) == (0, "finished\n", "")
+
+
 def test_what_the_program_opens_has_the_number_that_it_would_have() -> None:
     assert ended("print(os.open(os.devnull, os.O_RDONLY))\n").stdout == "3\nfinished\n"
 

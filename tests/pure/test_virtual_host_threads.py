@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -122,6 +123,25 @@ def test_the_clock_of_a_thread_that_has_ended_goes_on(monkeypatch: pytest.Monkey
     waited = time._waited
     monkeypatch.setattr(os, "pread", gone)
     assert time.without_core() == waited
+
+
+@pytest.mark.parametrize("content", [None, b"", b"its own", b"all of its own"])
+def test_the_program_may_close_what_its_clock_reads(content: bytes | None, tmp_path: Path) -> None:
+    """And have a file of its own by that number."""
+    time = HostTime()
+    waited, number = time._waited, time._file
+    os.close(number)
+    if content is not None:
+        (tmp_path / "own").write_bytes(content)
+        own = os.open(tmp_path / "own", os.O_RDONLY)
+        os.dup2(own, number)
+    for _ in range(2):
+        assert time.without_core() >= waited
+    assert time._file == -1
+    if content is not None:
+        assert os.read(number, 99) == content
+        os.close(number)
+        os.close(own)
 
 
 def place_in(file: str) -> tuple[CodeType, int]:

@@ -99,6 +99,37 @@ def test_it_is_as_under_python(name: str, tmp_path: Path) -> None:
     assert said(ours) == said(plain)
 
 
+CLOSING = """\
+import os, time
+import torch
+from torch.utils.data import DataLoader
+device = "cuda" if torch.cuda.is_available() else "cpu"
+x = torch.ones(8, device=device)
+for turn in range(3):
+    os.closerange(3, 65536)
+    own = [open(f"own{number}", "w+") for number in range(40)]
+    begun = time.perf_counter()
+    while time.perf_counter() < begun + 0.002:  # so long that it is asked whether the core was another's
+        pass
+    x = x * 2
+    print(own[0].fileno(), own[39].fileno(), x.sum().item())
+    print([one.tolist() for one in DataLoader(torch.arange(4), num_workers=2)])
+    for one in own: one.write("its own")
+    del one, own
+print({open(f"own{number}").read() for number in range(40)})
+"""
+
+
+@pytest.mark.parametrize("options", [(), MODELLED, ("--fix",)])
+def test_a_program_may_close_all_descriptors_while_it_is_at_work(options: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CLOSING)
+    plain = python(tmp_path, "train.py")
+    ours = python(tmp_path, "-m", "keepbusy", "run", "--quiet", "--save", "run.busy", *options, "train.py")
+    assert ours.stdout.startswith(plain.stdout)
+    assert (ours.returncode, said(ours)[1]) == (0, plain.stderr)
+    assert (tmp_path / "run.busy").exists()
+
+
 def test_folders_archives_and_modules_run(tmp_path: Path) -> None:
     source = "import sys\nprint(repr(__package__), __file__, sys.argv, sys.path[0], __spec__.name)\n1 / 0\n"
     (tmp_path / "app").mkdir()

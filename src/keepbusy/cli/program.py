@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,7 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from keepbusy.cli import line_of, screen
-from keepbusy.instrument.processes import high_copy, make_folder
+from keepbusy.instrument.processes import KeptDescriptor, make_folder
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput, lock, remove_stale, write_whole
 from keepbusy.timeline.model import Timeline
@@ -269,7 +268,7 @@ def _bear_witness(parent: int, says: int) -> NoReturn:
 
 def _said_by(descriptor: int) -> Callable[[], None]:
     """Where the program has not closed it, nor what it forks: these close it."""
-    kept = KeptDescriptor.of(descriptor)
+    kept = KeptDescriptor.of(descriptor, is_inherited=False)
     os.close(descriptor)
 
     def say() -> None:
@@ -309,7 +308,7 @@ class StandardStreams:
     def __init__(self) -> None:
         self.screen = screen()
         self.complains_to_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._kept = {number: KeptDescriptor.of(number) for number in (1, 2)}
+        self._kept = {number: KeptDescriptor.of(number, is_inherited=False) for number in (1, 2)}
         self.until: Callable[[], object] = lambda: None
         """Waited for before anything is written: the program may have something to say until then."""
         self._encodings = {1: getattr(sys.stdout, "encoding", None), 2: getattr(sys.stderr, "encoding", None)}
@@ -333,43 +332,6 @@ class StandardStreams:
         with suppress(OSError):
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
-
-
-@dataclass(frozen=True)
-class KeptDescriptor:
-    """A copy of a descriptor, and which file it was: programs close numbers that they never opened."""
-
-    copy: int
-    number: int
-    file: tuple[int, int]
-
-    @classmethod
-    def of(cls, number: int) -> KeptDescriptor | None:
-        """None if it is closed."""
-        with suppress(OSError):
-            made = cls(high_copy(number), number, _file(number))
-            os.register_at_fork(after_in_child=made.close)
-            return made
-        return None
-
-    def close(self) -> None:
-        """A child that outlives the program is not to hold a pipe open."""
-        with suppress(OSError):
-            if _file(self.copy) == self.file:
-                os.close(self.copy)
-
-    def descriptor(self) -> int | None:
-        """The copy, or if that was closed the stream itself, unless it leads elsewhere by now."""
-        for one in (self.copy, self.number):
-            with suppress(OSError):
-                if _file(one) == self.file:
-                    return one
-        return None
-
-
-def _file(descriptor: int) -> tuple[int, int]:
-    about = os.fstat(descriptor)
-    return about.st_dev, about.st_ino
 
 
 # Several ranks of one run: started together, and brought back together by the first of them

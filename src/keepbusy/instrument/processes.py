@@ -19,6 +19,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,66 @@ def processor_times(thread: int) -> tuple[int, int] | None:
     return int(ran), int(waited)
 
 
+# Descriptors of ours, in a process whose program may close any number, also those that it never opened.
+
+
 def high_copy(descriptor: int) -> int:
     """Of a descriptor, by a high number: what the program opens has the numbers that it would have."""
     limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
     with suppress(OSError, ValueError):
         return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, limit - 16)
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+@dataclass(frozen=True)
+class KeptDescriptor:
+    """A copy of a descriptor, and which file it was: once it is closed the number may be that of a file of the
+    program's, in which nobody else is to read or write."""
+
+    copy: int
+    number: int
+    file: tuple[int, int]
+
+    @classmethod
+    def of(cls, number: int, is_inherited: bool = True) -> KeptDescriptor | None:
+        """None if it is closed. `is_inherited`: whether children that are forked have it, too; a child that outlives
+        the program is not to hold a pipe open."""
+        with suppress(OSError):
+            made = cls(high_copy(number), number, _file(number))
+            if not is_inherited:
+                os.register_at_fork(after_in_child=made.close)
+            return made
+        return None
+
+    def close(self) -> None:
+        with suppress(OSError):
+            if _file(self.copy) == self.file:
+                os.close(self.copy)
+
+    def descriptor(self) -> int | None:
+        """The copy, or if that was closed the stream itself, unless it leads elsewhere by now."""
+        for one in (self.copy, self.number):
+            with suppress(OSError):
+                if _file(one) == self.file:
+                    return one
+        return None
+
+
+def kept_pipe() -> tuple[KeptDescriptor, KeptDescriptor] | None:
+    """Its reading and its writing end; None where there is no room for them."""
+    with suppress(OSError):
+        ends = os.pipe()
+        reading, writing = map(KeptDescriptor.of, ends)
+        for end in ends:
+            os.close(end)
+        if reading is not None and writing is not None:
+            return reading, writing
+    return None
+
+
+def _file(descriptor: int) -> tuple[int, int]:
+    about = os.fstat(descriptor)
+    return about.st_dev, about.st_ino
 
 
 # A folder for what the processes of a run leave each other. It goes with the process that made it.

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from keepbusy.instrument.lines import OURS, PROGRAM_CODE, is_ours, kind_of, outwards
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.processes import UnseenThread, high_copy
+from keepbusy.instrument.processes import KeptDescriptor, UnseenThread, kept_pipe
 from keepbusy.timeline.files import BadInput
 
 COMPILE: list[Callable[[bytes, str], CodeType]] = [
@@ -234,7 +234,7 @@ def _say(text: str) -> None:
 
 # How its process ends.
 
-_set, _get = signal.signal, signal.getsignal
+_set, _get, _set_wakeup = signal.signal, signal.getsignal, signal.set_wakeup_fd
 _PATIENCE, _PATIENCE_WITH_US = 3.0, 20.0
 """Seconds after which a program that stands in a call which does not come back is ended without us. An operator that we
 compute may take long."""
@@ -253,7 +253,10 @@ class Ending:
         program stands at a line of its own meanwhile."""
         self._finish, self._in_handler, self._process = finish, in_handler, os.getpid()
         self._signal, self._depth = 0, sys.getrecursionlimit()
-        self._handled, self._wakeup, self._patches = threading.Event(), -1, Patches()
+        self._handled, self._patches = threading.Event(), Patches()
+        self._pipe: tuple[KeptDescriptor, KeptDescriptor] | None = None
+        self._is_woken = False  # by signals, of which Python then writes into our pipe
+        self._renew = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._renewed)
         self._forking = threading.local()
         self._is_awaited = False  # that a call of ours ends, and then the program
         atexit.register(self._at_exit)
@@ -261,7 +264,10 @@ class Ending:
             _set(signal.SIGTERM, self._terminated)
             for name in ("signal", "getsignal"):
                 self._patches.replace(signal, name, self._without_ours)
+            self._is_woken = True
             self._hear_signals()
+            self._patches.replace(signal, "set_wakeup_fd", self._while_it_has_none)
+            self._patches.replace(os, "closerange", self._closing)
             os.register_at_fork(before=self._hold, after_in_parent=self._hold_no_more, after_in_child=self._in_child)
 
     def by(self, number: int) -> None:
@@ -318,30 +324,58 @@ class Ending:
     def _hear_signals(self) -> None:
         """Python's handlers run between two lines of the program, and on a real GPU it may hang in one, as a rank does
         whose peer has died."""
-        ends = os.pipe()
-        heard, self._wakeup = map(high_copy, ends)
-        for end in ends:
-            os.close(end)
-        os.set_blocking(self._wakeup, False)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        self._patches.replace(signal, "set_wakeup_fd", self._while_it_has_none)
-        UnseenThread(lambda: self._hear(heard))
+        self._close_pipe()
+        self._pipe = pipe = kept_pipe()
+        if pipe is not None:
+            os.set_blocking(pipe[1].copy, False)
+            UnseenThread(lambda: self._hear(pipe[0]))
+        if self._is_woken:
+            _set_wakeup(self._wakeup, warn_on_full_buffer=False)
+
+    @property
+    def _wakeup(self) -> int:
+        """Where Python says of a signal that it has come; -1 where nobody listens."""
+        return self._pipe[1].copy if self._pipe is not None else -1
 
     def _while_it_has_none(self, original: Function) -> Function:
         """Ours is there, of which the program is not told: some warn where they find another one."""
 
         def set_wakeup_fd(fd: int, **options: Any) -> int:
-            before = original(self._wakeup, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
-            return -1 if before == self._wakeup else int(before)
+            ours = self._wakeup
+            before = original(ours, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
+            self._is_woken = fd == -1
+            return -1 if before == ours else int(before)
 
         return set_wakeup_fd
 
-    def _hear(self, heard: int) -> None:
-        patience = _PATIENCE if self._in_handler else _PATIENCE_WITH_US
-        while came := os.read(heard, 1):
-            if came[0] == signal.SIGTERM and not self._handled.wait(patience) and self._is_ours():
-                ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python would have this said in the main thread
-                os.kill(self._process, signal.SIGTERM)
+    def _hear(self, pipe: KeptDescriptor) -> None:
+        patience, heard = _PATIENCE if self._in_handler else _PATIENCE_WITH_US, pipe.descriptor()
+        with suppress(OSError):
+            while heard is not None and (came := os.read(heard, 1)):
+                if came[0] == signal.SIGTERM and not self._handled.wait(patience) and self._is_ours():
+                    ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python would have this said in the main thread
+                    os.kill(self._process, signal.SIGTERM)
+        ctypes.pythonapi.Py_AddPendingCall(self._renew, None)  # in the main thread, which alone may say where to write
+
+    def _renewed(self, _: object) -> int:
+        """The program may have closed the pipe: daemons close all that there is, and Python would complain at each
+        signal."""
+        if self._pipe is not None and any(end.descriptor() is None for end in self._pipe):
+            self._hear_signals()
+        return 0
+
+    def _closing(self, original: Function) -> Function:
+        def closerange(*numbers: int) -> None:
+            original(*numbers)
+            if threading.current_thread() is threading.main_thread():
+                self._renewed(None)
+
+        return closerange
+
+    def _close_pipe(self) -> None:
+        for end in self._pipe or ():
+            end.close()
+        self._pipe = None
 
     def _is_ours(self) -> bool:
         return bool(_get(signal.SIGTERM) == self._terminated)
@@ -363,8 +397,10 @@ class Ending:
         self._patches.undo()
         if self._is_ours():
             _set(signal.SIGTERM, signal.SIG_DFL)
-        if self._wakeup >= 0 and (now := signal.set_wakeup_fd(-1)) not in (-1, self._wakeup):
-            signal.set_wakeup_fd(now)  # the program's own
+        if self._is_woken:
+            self._is_woken = False
+            _set_wakeup(-1)
+        self._close_pipe()
 
 
 def _starts(thread: threading.Thread) -> bool:

@@ -15,8 +15,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice, zip_longest
-from threading import get_ident
+from threading import get_ident, get_native_id
 from time import clock_gettime_ns, perf_counter_ns, pthread_getcpuclockid
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from keepbusy.instrument.lines import (
     shown,
     stacks_of,
 )
-from keepbusy.instrument.processes import UnseenThread
+from keepbusy.instrument.processes import UnseenThread, high_copy, processor_times
 from keepbusy.virtual.clock.lanes import HostThread
 
 if TYPE_CHECKING:
@@ -54,10 +55,11 @@ class HostTime:
     def __init__(self) -> None:
         self._last_look = perf_counter_ns()
         self._lost = self._lost_before = 0  # now, and at the look before
-        try:
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # another kernel: real time is all there is
-            self._file = -1
+        self._file, self._waited, self._thread = -1, 0, 0
+        with suppress(OSError):  # another kernel: real time is all there is
+            opened = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._file, self._thread = high_copy(opened), get_native_id()
+            os.close(opened)
         self._waited = self.without_core()
 
     def __call__(self) -> int:
@@ -75,12 +77,15 @@ class HostTime:
 
     def without_core(self) -> int:
         """How long this thread has stood ready without running: the second number."""
-        if self._file < 0:
-            return 0
-        try:
-            return int(os.pread(self._file, 64, 0).split()[1])
-        except ProcessLookupError:  # it has ended, and another thread goes on where it stood
-            return self._waited
+        if self._file >= 0:
+            try:
+                return int(os.pread(self._file, 64, 0).split()[1])
+            except ProcessLookupError:  # it has ended, and another thread goes on where it stood
+                return self._waited
+            except (OSError, ValueError, IndexError):  # the program has closed it, and has a file of its own there
+                self._file = -1
+        times = processor_times(self._thread) if self._thread else None
+        return times[1] if times is not None else self._waited
 
 
 # Where the program is while it does nothing that we see: what it does between two calls of the device stands at lines

@@ -31,6 +31,7 @@ from torch.utils.data import _utils, dataloader
 from keepbusy.instrument import ENDED
 from keepbusy.instrument.lines import OURS, call_at_program
 from keepbusy.instrument.patches import Patches, admit_scripts, when_imported
+from keepbusy.instrument.processes import KeptDescriptor, kept_pipe
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.lanes import BACKWARD_PASS
@@ -272,16 +273,16 @@ class Worker:
 _NEXT_BATCH = f"{_LOADER_WITH_WORKERS}DataLoaderIter.__next__"
 _DURATION = struct.Struct("qqq")
 """A process, a batch, and nanoseconds."""
-_PIPE: list[int] = []
+_PIPE: list[KeptDescriptor] = []
 _WORKERS: defaultdict[int, Worker] = defaultdict(Worker)
 """By process."""
 _native_loop: Callable[..., None] = _utils.worker._worker_loop
 
 
 def _patch_workers(patches: Patches, measured: bool) -> None:
-    _PIPE[:] = os.pipe()
+    _PIPE[:] = kept_pipe() or ()
     for end in _PIPE:
-        os.set_blocking(end, False)
+        os.set_blocking(end.copy, False)
     _utils.worker._worker_loop = run_worker  # no wrapper: workers that are spawned find it by its name
     loader = dataloader._MultiProcessingDataLoaderIter
     patches.wrap(loader, "_process_data", _give if measured else _leave_out)
@@ -312,8 +313,9 @@ def _leave_out(native: Callable[..., Any], loader: Any, data: Any, number: int) 
 
 def _durations() -> Iterator[tuple[int, int, int]]:
     """What workers have said since the last time: a process, a batch, and how long it was at work on it."""
+    reading = _PIPE[0].descriptor() if _PIPE else None
     with contextlib.suppress(BlockingIOError):
-        while rows := os.read(_PIPE[0], 1024 * _DURATION.size):
+        while reading is not None and (rows := os.read(reading, 1024 * _DURATION.size)):
             yield from _DURATION.iter_unpack(rows)
 
 
@@ -350,8 +352,10 @@ class _Results:
     def put(self, given: tuple[Any, Any]) -> None:
         if isinstance(given[0], int):
             spent = self._asks.clock() - self._asks.taken
+            writing = _PIPE[1].descriptor()
             with contextlib.suppress(BlockingIOError):
-                os.write(_PIPE[1], _DURATION.pack(os.getpid(), given[0], spent))
+                if writing is not None:
+                    os.write(writing, _DURATION.pack(os.getpid(), given[0], spent))
         self._queue.put(given)
 
     def __getattr__(self, name: str) -> Any:
