@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -342,17 +343,30 @@ def test_a_bug_is_owned_up_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "Traceback" in error
 
 
-@pytest.mark.parametrize(
-    ("raised", "code"), [(KeyboardInterrupt(), 130), (PermissionError(13, "Permission denied", "f"), 2)]
-)
-def test_interruptions_and_the_system(
-    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_system_refuses_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stopped(options: argparse.Namespace) -> str:
-        raise raised
+        raise PermissionError(13, "Permission denied", "f")
 
     monkeypatch.setattr("keepbusy.cli.explain.run", stopped)
-    assert ask(capsys, "explain", "x")[0] == code
+    assert ask(capsys, "explain", "x")[0] == 2
+
+
+INTERRUPTED = """\
+import atexit, signal, sys
+import keepbusy.cli
+atexit.register(print, "tidied up")
+VERB.run = lambda options: signal.raise_signal(signal.SIGNAL)
+keepbusy.cli.main([*sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("verb", [["run", "x.py"], ["fix", "x.py"], ["explain", "x"], ["doctor"]])
+def test_whoever_interrupts_a_verb_sees_it_die_of_the_signal(verb: list[str]) -> None:
+    """Else a shell's loop goes on."""
+    for name, said in (("SIGINT", "tidied up\n"), ("SIGTERM", "")):
+        source = f"import keepbusy.cli.{verb[0]} as VERB\n" + INTERRUPTED.replace("SIGNAL", name)
+        done = subprocess.run([sys.executable, "-c", source, *verb], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (-getattr(signal, name), said, "")
 
 
 # files

@@ -136,6 +136,16 @@ def test_whatever_ends_the_program_its_end_is_its_own_and_the_report_is_made(rec
     assert "A step takes" in done.stdout
 
 
+def test_who_interrupts_it_before_the_program_has_begun_sees_it_die_of_the_signal(record, tmp_path: Path) -> None:
+    with (tmp_path / "sitecustomize.py").open("a") as site:
+        site.write(
+            "import os, signal\nimport keepbusy.recording.recorder as recorder\n"
+            "recorder.start = lambda options: os.kill(os.getpid(), signal.SIGINT)\n"
+        )
+    done = record("print('not reached')\n")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "keepbusy: train.py took no step.\n")
+
+
 CLOSES_WHAT_IS_NOT_ITS_OWN = """\
 import atexit, os
 os.closerange(3, 4096)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from keepbusy.traces.trace_file import EachOf
 
 
-FINE, BAD_INPUT, OWN_FAULT, INTERRUPTED = 0, 2, 3, 130
+FINE, BAD_INPUT, OWN_FAULT = 0, 2, 3
 VERBS = {
     "explain": "which line makes the GPU wait, and what fixing it gains",
     "run": "run a program and explain the run: on the GPU there is, or else on a virtual one",
@@ -80,8 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"`{options.prog}` does not know {' '.join(unknown)}; `{options.prog} --help` shows what it takes."
             )
         print_parts(options.run(options))
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt:  # Python ends, and dies of the signal: so a shell's loop ends, too
+        sys.excepthook = lambda *_: None
+        raise
     except BrokenPipeError:
         return HUNG_UP
     except Exception as error:

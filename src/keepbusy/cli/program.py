@@ -35,6 +35,7 @@ from keepbusy.timeline.model import Timeline
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.recording.recorder import Run
     from keepbusy.timeline.run_facts import Figures, Part
 
 # Where there is a GPU: the program in a child process, and the report of what it left
@@ -96,8 +97,11 @@ def _is_seen(options: argparse.Namespace) -> bool:
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
     from keepbusy.instrument.script import Ending
 
+    watched: Run | None = None
+
     def finish() -> None:
-        watched.end()
+        if watched is not None:  # nobody has ended it before it began
+            watched.end()
         over()
 
     ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
