@@ -152,6 +152,38 @@ def test_the_remedy_depends_on_what_was_called(operator: str, fix: str) -> None:
     assert cause(found, "host_sync").fix == fix
 
 
+PRINTED = ["torch/_tensor.py(573): __repr__", "torch/_tensor_str.py(139): __init__"]
+INSTALLED = ["site-packages/scorer/score.py(7): score"]
+UNIQUE = ["torch/_jit_internal.py(627): fn", "torch/functional.py(971): _return_output"]
+
+
+@pytest.mark.parametrize(
+    ("inside", "fix"),
+    [
+        ([*PRINTED, "aten::masked_select"], "print_copy"),
+        ([*PRINTED, *ITEM], "print_copy"),
+        ([*INSTALLED, "aten::nonzero"], "call_less_often"),
+        ([*INSTALLED, *ITEM], "call_less_often"),
+        ([*INSTALLED, *UNIQUE, "aten::_unique2"], "call_less_often"),
+        ([*UNIQUE, "aten::_unique2"], "tell_sizes"),
+        (["torch/cuda/__init__.py(1040): synchronize", "cudaDeviceSynchronize"], "drop_sync"),
+        ([*INSTALLED, "train.py(9): forward", "aten::nonzero"], "keep_shapes"),
+    ],
+)
+def test_advice_about_an_operator_is_for_who_calls_it(inside: list[str], fix: str) -> None:
+    """A mask in PyTorch's formatter is none of the user's, who calls `print`. `torch.unique` is PyTorch's own Python,
+    and still what the user wrote."""
+    found = told(lambda run: run.launch([1_000] * 9).sync(at=inside).work(800))
+    assert cause(found, "host_sync").fix == fix
+    assert [one.fix for one in found.plan] == [fix]
+
+
+def test_what_a_library_waits_for_is_named() -> None:
+    found = told(lambda run: run.launch([1_000] * 9).sync(at=[*INSTALLED, "aten::nonzero"]).work(800))
+    assert "scorer/score.py:7 in score" in cause(found, "host_sync").advice
+    assert found.plan[0].predicted.high == near(9_800)  # nobody knows how seldom the call would do
+
+
 def test_a_small_copy_home_is_a_read() -> None:
     """`.item()` moves four bytes, and the host waits for them."""
 

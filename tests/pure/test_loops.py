@@ -89,6 +89,29 @@ def test_lines_that_decide_what_comes_next() -> None:
     assert [line for line in range(1, 19) if sources.decides(code, line)] == [1, 2, 4, 5, 6, 15]
 
 
+ON_ONE_LINE = """\
+if turn % 2 == 0: print(float(y.sum()))
+if turn % 2 == 0: total += y.item()
+shown = float(y) if turn % 2 else 0.0
+if y.item() > 0: state = reset(state)
+if y > 0: state = reset(state)
+while y.item() > 0: y = halve(y)
+if (
+    turn % 2
+    and y.item() > 0
+): state = reset(state)
+if y.sum() > 0: print("late", y.item())
+small = 1.0 if y > 2 else decay(turn)
+"""
+
+
+def test_a_line_decides_by_what_its_test_reads() -> None:
+    """Not by what is read in the statement beside the test, which may only be said."""
+    sources = SourceLoops(lambda file: ON_ONE_LINE)
+    code = codes_of(ON_ONE_LINE)["<module>"]
+    assert [line for line in range(1, 13) if sources.decides(code, line)] == [4, 5, 6, 8, 9, 12]
+
+
 IN_A_FUNCTION = """\
 for trial in range(3):
     @cached

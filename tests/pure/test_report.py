@@ -404,6 +404,20 @@ def written_at(line: int, api: str, remedy: str) -> str:
     return fix_line(replace(COPY, cause=name, api=api, remedy=remedy, sites=(replace(COPY.sites[0], where=where),)))
 
 
+def test_a_value_that_is_only_printed_decides_nothing(program: Path) -> None:
+    program.write_text("def main(y, i):\n    if i % 2 == 0: print(float(y.sum()))\n    if float(y) > 0: print(i)\n")
+    assert written_at(2, "keepbusy.readback", "").startswith("value = keepbusy.readback(y.sum())  # read it once")
+    assert written_at(3, "keepbusy.readback", "").startswith("value = keepbusy.readback(y)  # decide by it once")
+
+
+def test_a_printed_tensor_is_copied_once(program: Path) -> None:
+    program.write_text("def main(y):\n    print(y)\n")
+    where = Where("train.py", 2, "main", exact=True)
+    printed = replace(COPY, cause="host_sync", fix="print_copy", api="keepbusy.readback")
+    written = fix_line(replace(printed, sites=(replace(COPY.sites[0], where=where),)))
+    assert written.startswith("copy = keepbusy.readback(y)  # print(copy.tensor) later")
+
+
 def test_workers_are_given_to_no_loader_that_may_not_take_them(program: Path) -> None:
     """As DLRM's `fbDataLoader`, which beside PyTorch's is another way to read other data."""
     program.write_text(

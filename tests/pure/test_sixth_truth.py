@@ -17,7 +17,11 @@ SECONDS = json.loads((SIXTH / "seconds.json").read_text(encoding="utf-8"))
 @pytest.mark.parametrize(
     ("case", "rows", "within"),
     [
-        ("two_voices", [("readback", 92), ("readback", 96)], 0.65),  # foretold too much, of a single recorded step
+        (
+            "two_voices",
+            [("call_less_often", 92), ("readback", 96)],
+            0.65,
+        ),  # foretold too much, of a single recorded step
         ("memory_bank", [("turn_off_broadcasts", 51)], 0.1),
         ("lidar_sorted", [("align_ranks", 20)], 0.11),  # of all 200 turns, those beside the window included
         ("tar_shards", [("share_among_workers", 72)], 0.1),

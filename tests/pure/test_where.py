@@ -99,6 +99,7 @@ def test_only_library_frames_are_no_place_of_the_users() -> None:
         ("/usr/lib/python3/dist-packages/x.py", True),
         ("<frozen importlib._bootstrap>", True),
         ("<string>", True),
+        ("/home/me/.venv/bin/keepbusy", True),
     ],
 )
 def test_what_is_a_library(file: str, library: bool) -> None:

@@ -80,6 +80,16 @@ def test_what_fails_before_the_gpu_is_asked_for_anything_is_told_so(run, flags: 
     ]
 
 
+def test_what_starts_keepbusy_is_no_line_of_the_program(tmp_path: Path, warm_python: WarmPython) -> None:
+    """As the script that pip writes: once the program's last line has run, only that is on the stack."""
+    (tmp_path / "train.py").write_text("import torch\nx = torch.randn(64, 64, device='cuda')\ny = x @ x\n")
+    (tmp_path / "launcher").write_text("import sys\nfrom keepbusy.cli import main\nsys.exit(main())\n")
+    done = warm_python.python("launcher", "run", "--json", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "launcher" not in done.stdout
+    assert "train.py" in done.stdout
+
+
 def test_an_interrupt_leaves_the_timeline_so_far(run, tmp_path: Path) -> None:
     done = run(LOOP + "raise KeyboardInterrupt\n", before=("--clock", "modelled", "--save", "run.busy"))
     assert done.returncode == -signal.SIGINT

@@ -35,6 +35,7 @@ from keepbusy.cli import (
     whole_number,
     write_page,
 )
+from keepbusy.instrument.lines import set_launcher
 from keepbusy.instrument.processes import follow_with
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput
@@ -137,7 +138,7 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
-
+    set_launcher()
     options.script, options.arguments = program_in(options)
     _check_files(options)
     need_pytorch("`keepbusy run`")

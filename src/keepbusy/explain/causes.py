@@ -295,6 +295,13 @@ class Scene:
         return np.append(np.where(frames.owner == Owner.USER, 0, frames.role), 0)[line]
 
     @cached_property
+    def caller(self) -> Ints:
+        """Of each row, whose line calls the operator: an `Owner`."""
+        frames = self.timeline.frames
+        line = self._innermost((frames.owner != Owner.UNKNOWN) & (frames.role & Role.WRAPS == 0))
+        return np.append(frames.owner, Owner.UNKNOWN)[line]
+
+    @cached_property
     def is_given_back(self) -> Mask:
         """Which calls give memory back that no operator asked for: the program did, by `empty_cache`."""
         operators = self.timeline.frames.kind == FrameKind.OPERATOR

@@ -360,6 +360,7 @@ SET_APART: dict[str, Callable[[Scene, Candidate], Candidate]] = {
     "compile": lambda _, usual: replace(usual, share=COMPILED_AWAY),
     "compute_on_gpu": lambda scene, usual: replace(usual, bounds=_all_or_nothing(scene, usual), reason=_BOTH_WAYS),
     "decide_on_gpu": lambda scene, usual: replace(usual, bounds=_all_or_nothing(scene, usual)),
+    "call_less_often": lambda scene, usual: replace(usual, bounds=_all_or_nothing(scene, usual)),
     "keep_activations": lambda scene, usual: replace(usual, edit=_kept_on_device(scene), reason=_room_needed(scene)),
     "expand_segments": lambda scene, usual: replace(usual, reason=allocator_told(scene.timeline.facts)),
 }

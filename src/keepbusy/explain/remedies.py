@@ -183,6 +183,12 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["scaler"]
     if (seen.scene.library_role[seen.rows] & Role.VALIDATES).any():
         return PARTICULAR["unchecked"]
+    in_library = np.isin(seen.scene.caller[seen.rows], (Owner.LIBRARY, Owner.TORCH))
+    if seen.where.file and 2 * np.count_nonzero(in_library) > len(seen.rows):
+        if seen.scene.within(Role.PRINTS)[seen.rows[in_library]].any():
+            return PARTICULAR["printed"]
+        inside = PARTICULAR["called_in_library"]
+        return inside._replace(advice=inside.advice.replace("{library}", seen.where.library))
     called, run = _role_of_call(seen.scene.timeline, int(seen.rows[0])), seen.scene.timeline.facts.run
     known = next((PARTICULAR[name] for role, name in SYNCS.items() if called & role), None)
     if known is None and run is not None and str(seen.where) in run.decides:

@@ -47,6 +47,15 @@ PROGRAM_CODE = (USER, LIBRARY)
 """What a program consists of, but for PyTorch and Python."""
 
 
+_LAUNCHERS = set[str]()
+
+
+def set_launcher() -> None:
+    """What calls `keepbusy run`, as the script that pip wrote for it, is no code of the user's."""
+    files = {frame.f_code.co_filename for frame in outwards(sys._getframe())}
+    _LAUNCHERS.update(file for file in files if kind_of(file) in PROGRAM_CODE)
+
+
 class Places:
     """Numbers for places, as the clock's `place` gives them."""
 
@@ -157,7 +166,7 @@ def holds_loop(code: CodeType) -> bool:
 
 def kind_of(file: str) -> int:
     """Whose code a file holds."""
-    if file == _SCRIPT:
+    if file == _SCRIPT or file in _LAUNCHERS:
         return OUTSIDE
     if file.startswith((OURS, "<")):
         return HIDDEN

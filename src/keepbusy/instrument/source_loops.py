@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dis
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
 from types import CodeType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -73,7 +73,7 @@ class SourceLoops:
         owner = code.co_filename, _first_line(code)
         if owner not in self._deciding:
             self.of(code)
-            self._deciding[owner] = set(_deciding(self._trees.pop(owner)))
+            self._deciding[owner] = _deciding(self._trees.pop(owner))
         return line in self._deciding[owner]
 
     def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
@@ -198,20 +198,36 @@ def _leaves(node: ast.AST, leaves: Any) -> bool:
 
 
 _SAYS = {"append", "critical", "debug", "error", "exception", "info", "log", "print", "warn", "warning", "write"}
+_READS = {"bool", "cpu", "float", "int", "item", "numpy", "tolist"}
 _JUMPS = ast.Break | ast.Continue | ast.Return | ast.Yield
 
 
-def _deciding(tree: ast.AST) -> Iterator[int]:
-    """The lines of tests, and of what the statement after them tests."""
+def _deciding(tree: ast.AST) -> set[int]:
+    """The lines of tests, and of what the statement after them tests; but none on which only other code reads values,
+    as in `if i % 2 == 0: print(float(loss))`."""
+    tests = list[ast.expr | ast.stmt]()
     for node in ast.walk(tree):
         if isinstance(node, ast.IfExp) or _chooses(node):
-            yield from _lines_of(node.test)
+            tests.append(node.test)
         for body in (getattr(node, part, ()) for part in ("body", "orelse", "finalbody")):
-            for one, after in pairwise(body if isinstance(body, list) else ()):
-                if isinstance(one, ast.Assign | ast.AnnAssign) and _chooses(after):
-                    told = {name.id for name in ast.walk(one) if isinstance(name, ast.Name) and _is_stored(name)}
-                    if any(isinstance(name, ast.Name) and name.id in told for name in ast.walk(after.test)):
-                        yield from _lines_of(one)
+            for assignment, after in pairwise(body if isinstance(body, list) else ()):
+                if isinstance(assignment, ast.Assign | ast.AnnAssign) and _chooses(after):
+                    stored = {
+                        name.id for name in ast.walk(assignment) if isinstance(name, ast.Name) and _is_stored(name)
+                    }
+                    if any(isinstance(name, ast.Name) and name.id in stored for name in ast.walk(after.test)):
+                        tests.append(assignment)
+    tested = [node for test in tests for node in ast.walk(test)]
+    known = {id(node) for node in tested}
+    read_beside = _reading_lines(node for node in ast.walk(tree) if id(node) not in known)
+    lines = set[int]().union(*map(_lines_of, tests))
+    return lines - (read_beside - _reading_lines(tested))
+
+
+def _reading_lines(nodes: Iterable[ast.AST]) -> set[int]:
+    """The lines of calls that read a value of the GPU."""
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _called_name(node) in _READS]
+    return set[int]().union(*map(_lines_of, calls))
 
 
 def _chooses(node: ast.AST) -> TypeGuard[ast.If | ast.While]:
@@ -223,8 +239,13 @@ def _chooses(node: ast.AST) -> TypeGuard[ast.If | ast.While]:
 
 def _can_wait(statement: ast.stmt) -> bool:
     inner = list(ast.walk(statement))
-    calls = {ast.unparse(one.func).rpartition(".")[2] for one in inner if isinstance(one, ast.Call)}
-    return isinstance(statement, ast.Raise) or (calls <= _SAYS and not any(isinstance(one, _JUMPS) for one in inner))
+    calls = {_called_name(one) for one in inner if isinstance(one, ast.Call)}
+    waits = calls <= _SAYS | _READS and not any(isinstance(one, _JUMPS) for one in inner)
+    return isinstance(statement, ast.Raise) or waits
+
+
+def _called_name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
 
 
 def _is_stored(name: ast.Name) -> bool:

@@ -161,7 +161,7 @@ def _in_their_words(cause: Cause) -> str:
     if cause.cause == "made_on_host":
         written = _on_the_device(standing)
     elif cause.api == "keepbusy.readback":
-        written = _readback(standing, source.line, large=cause.cause == "blocking_copy")
+        written = _readback(standing, cause)
     elif cause.api == "keepbusy.prefetch":
         written = _prefetch(function, standing, source.line)
     elif cause.api == "torch.utils.data.DataLoader":
@@ -186,20 +186,30 @@ def _names_in(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
-def _readback(standing: list[ast.AST], line: int, large: bool) -> str:
+def _readback(standing: list[ast.AST], cause: Cause) -> str:
     """Of `loss.item()`, `float(loss)` or `print(loss)` the tensor that is read."""
     calls = _calls(standing)
     asked = [read for one in calls if not one.args and (read := _receiver(one, _READERS))]
     given = [one.args[0] for one in calls if _name_of(one) in _PRINTS and len(one.args) == 1]
-    tensors = [*asked, *(one for one in given if isinstance(one, _TENSORS))]
+    tensors = [*asked, *(one for one in given if isinstance(one, _TENSORS) and not _is_number(one))]
     if not tensors:
         return ""
     tensor = ast.unparse(tensors[0])
-    if large:
+    if cause.fix == "print_copy":
+        return (
+            f"copy = keepbusy.readback({tensor})  # print(copy.tensor) later; or, with one wait: print({tensor}.cpu())"
+        )
+    if cause.cause == "blocking_copy":
         return f"copy = keepbusy.readback({tensor})  # copy.tensor once the next step is launched"
-    decides = any(isinstance(node, ast.If | ast.While) and _stands_at(node.test, line) for node in standing)
+    tests = [node.test for node in standing if isinstance(node, ast.If | ast.While)]
+    decides = any(tensors[0] in ast.walk(test) for test in tests)
     later = "decide by it" if decides else "read it"
     return f"value = keepbusy.readback({tensor})  # {later} once the next step is launched: float(value)"
+
+
+def _is_number(node: ast.expr) -> bool:
+    """Whether it is read already, as in `print(float(loss))`."""
+    return isinstance(node, ast.Call) and _name_of(node) in _PRINTS | _READERS
 
 
 def _prefetch(function: ast.AST, standing: list[ast.AST], line: int) -> str:

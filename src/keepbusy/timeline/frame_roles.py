@@ -71,6 +71,8 @@ class Role(IntFlag):
     UPDATES = auto()  # that of PyTorch's own optimizers
     PICKS = auto()  # an operator that takes rows out of a tensor by their numbers, or puts them there
     VALIDATES = auto()  # PyTorch's own Python that looks whether a distribution's arguments are valid
+    PRINTS = auto()  # PyTorch's own Python that writes a tensor as text
+    WRAPS = auto()  # PyTorch's own Python that an operator is called through: what calls it calls the operator
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
@@ -102,6 +104,13 @@ _CONTAINED = (
     (re.compile(r"^(site-packages/)?torch/\S*/grad_scaler\.py"), Role.SCALER),
     (re.compile(r"^(site-packages/)?torch/optim/"), Role.UPDATES),
     (re.compile(r"^(site-packages/)?torch/distributions/distribution\.py"), Role.VALIDATES),
+    (re.compile(r"^(site-packages/)?torch/_tensor_str\.py"), Role.PRINTS),
+    (
+        re.compile(
+            r"^(site-packages/)?torch/(functional|_tensor|_jit_internal|nn/functional|cuda/(__init__|streams))\.py"
+        ),
+        Role.WRAPS,
+    ),
     (re.compile(r"broadcast"), Role.BROADCASTS),
     (re.compile(r"SendRecv"), Role.PAIRED),
     (re.compile(r"^(cuda|hip)Malloc(?!Host)|^cuMem(Create|Alloc)"), Role.ASKS_MEMORY),
@@ -183,8 +192,10 @@ def source_line(name: str) -> tuple[str, int, str] | None:
 def owner_of_file(file: str) -> Owner:
     """By where it lies, as Kineto shows it: below site-packages from the package on."""
     top = file.split("/", 1)[0].removesuffix(".py")
-    if top in (_TORCH, _TOOL):
-        return Owner.TORCH if top == _TORCH else Owner.TOOL
+    if top == _TORCH:
+        return Owner.TORCH
+    if top == _TOOL or file.rpartition("/")[2] == _TOOL:  # the script that pip writes
+        return Owner.TOOL
     foreign = _INSTALLED_PATH.search(file) or _LIBRARIES.fullmatch(top) or top in sys.stdlib_module_names
     return Owner.LIBRARY if foreign else Owner.USER
 
