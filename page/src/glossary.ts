@@ -35,7 +35,7 @@ export const GLOSSARY: Record<string, string> = {
 };
 /** What the colours of a host lane and of a stream say, by the kind of their spans. */
 export const KINDS: Record<number, [name: string, says: string]> = {
-  0: ["host work", "The host computes, or runs Python."],
+  0: ["CPU work", "The host computes, or runs Python."],
   1: ["launch", "The call on the host that hands the device its next command."],
   2: ["sync", "A host call that returns only when the device has caught up."],
   3: ["memory", "Memory is requested from the driver, or given back to it."],

@@ -784,6 +784,17 @@ def test_what_was_recorded_of_unusual_steps_is_not_said_of_all() -> None:
     assert [one.run_gain for one in plan_of_run(told, ())] == [2 * 500 * MS]
 
 
+def test_what_a_loop_s_own_plan_says_of_a_capture_is_said_once() -> None:
+    """Its steps were counted when its own turns were explained, and are when the run's plan is made of all loops."""
+    graph = replace(shortened(5, 1), fix="graph", reason="It is launched alike each time.")
+    told = stalled(plan=(), rare=(), loops=(LoopDiagnosis("train.py:70", 40, replace(HEALTHY, plan=(graph,))),))
+    [once] = [one for one in plan_of_run(told, ()) if one.fix == "graph"]
+    assert once.reason == f"It is launched alike each time. The first {CAPTURING} iterations run uncaptured."
+    again = replace(told, loops=(LoopDiagnosis("train.py:70", 40, replace(HEALTHY, plan=(replace(once, loop=""),))),))
+    [twice] = [one for one in plan_of_run(again, ()) if one.fix == "graph"]
+    assert twice.reason == once.reason
+
+
 def test_what_saves_the_run_most_comes_first() -> None:
     own = replace(HEALTHY, plan=(replace(shortened(5, 1), fix="readback"),))
     told = stalled(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))

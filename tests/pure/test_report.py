@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_timeline
 
-from keepbusy.explain.diagnosis import CAUSES, PLACES, Where
+from keepbusy.explain.diagnosis import CAUSES, PLACES, PlannedFix, Where
 from keepbusy.report import terminal, words
 from keepbusy.report.exports import CSV_COLUMNS, csv_table, perfetto
+from keepbusy.report.page.contents import words_of
 from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import LOOKS
 from keepbusy.timeline import figures
@@ -151,6 +153,25 @@ def test_an_empty_ledger_is_no_crash() -> None:
 def test_every_place_has_a_look() -> None:
     assert list(LOOKS) == list(PLACES)
     assert len({look.name for look in LOOKS.values()}) == len({look.colour for look in LOOKS.values()}) == len(PLACES)
+
+
+GLOSSARY = Path(__file__).parents[2] / "page" / "src" / "glossary.ts"
+
+
+def test_no_two_colours_of_the_page_have_one_name() -> None:
+    """Its legend holds what a host thread does, and where the GPU's time goes."""
+    kinds = dict(re.findall(r'^  (\d+): \["([^"]+)"', GLOSSARY.read_text(), re.MULTILINE))
+    names = [*(kinds[number] for number in "0123"), *(look.name for look in LOOKS.values())]
+    assert len(set(names)) == len(names)
+
+
+def test_the_page_counts_places_as_the_report_does() -> None:
+    places = tuple(Where("train.py", line, exact=True) for line in range(1, 33))
+    fix = PlannedFix("readback", places, ("host_sync",), ms(2), predicted(29, 28, 30), ms(2))
+    told = replace(STALLED, plan=(fix,))
+    assert "train.py:1, train.py:2 and 30 more" in terminal.render(told)
+    [on_page] = words_of(told, "train.py")["told"][0]["plan"]
+    assert ([place["text"] for place in on_page["where"]], on_page["more"]) == (["train.py:1", "train.py:2"], 30)
 
 
 # the bar

@@ -17,7 +17,9 @@ export type Prediction = [step: number, low: number, high: number];
 export interface Fix {
   number: number;
   fix: string;
+  /** The first of them. */
   where: Place[];
+  more: number;
   causes: string[];
   before: number;
   predicted: Prediction;

@@ -62,11 +62,11 @@ function entry(header: Header, told: Told, fix: Fix, choice: Choice | null): HTM
     on: { change: () => choice?.toggle(fix.number) },
   });
   choice?.onFixes((view) => (flip.checked = view.fixed.includes(fix.number)));
-  const [place, ...more] = fix.where;
-  const where = place
-    ? element("button", { class: "place", type: "button", text: place.text, on: { click: () => choice?.line(place.file, place.line) } })
-    : null;
-  const others = more.length ? element("span", { class: "faint", text: ` and ${more.length} more` }) : null;
+  const where = fix.where.flatMap((place, index) => [
+    index ? ", " : " at ",
+    element("button", { class: "place", type: "button", text: place.text, on: { click: () => choice?.line(place.file, place.line) } }),
+  ]);
+  const others = fix.more ? element("span", { class: "faint", text: ` and ${fix.more} more` }) : null;
   const [, low, high] = fix.predicted;
   const [turn, run] = gains(header, fix);
   const among = turn ? element("span", { class: "faint", text: ` (${range(low, high, fix.before)})` }) : null;
@@ -82,7 +82,7 @@ function entry(header: Header, told: Told, fix: Fix, choice: Choice | null): HTM
       { class: "entry" },
       element("label", { class: "flip", for: id }, flip, element("span", { class: "knob", "aria-hidden": "true" }), element("span", { class: "number", text: String(fix.number + 1) })),
       element("div", { class: "what" },
-        element("p", { class: "name" }, element("label", { for: id, text: fix.fix }), where ? " at " : "", where, others),
+        element("p", { class: "name" }, element("label", { for: id, text: fix.fix }), ...where, others),
         element("p", { class: "gains" }, turn, among, turn && run ? " · " : "", run),
         ...fix.says.map((said) => element("p", { text: said })),
         fix.code ? element("pre", {}, element("code", { text: fix.code })) : null,

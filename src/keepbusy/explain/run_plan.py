@@ -4,6 +4,7 @@ each other. What a loop took, how often it turned and where its GPU was idle bou
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
 CAPTURING = 4
 """Turns that stay as they are for each capture: the runtime rehearses three, and captures what it would have run."""
+_SAYS_UNCAPTURED = re.compile(rf" ?The first {CAPTURING} iterations run uncaptured[^.]*\.")
 _OF_STALLS = {"checkpoint": PARTICULAR["checkpoint"], "garbage collection": PARTICULAR["collect_between"]}
 """Remedies of stalls whose reason was seen."""
 
@@ -223,8 +225,9 @@ def _of_all_steps(one: PlannedFix, steps: int, captures: int, most: int = 1 << 6
     if one.fix == "graph":
         eager = CAPTURING * captures
         calls = f", in each of {captures:,} calls of the function that holds the loop" if captures > 1 else ""
-        told = f"Until it is captured {CAPTURING} turns stay as they are{calls}."
-        reason = f"{one.reason} {told}".strip() if eager > NOISE * steps else one.reason
+        reason = _SAYS_UNCAPTURED.sub("", one.reason)  # a loop's own plan holds it already
+        if eager > NOISE * steps:
+            reason = f"{reason} The first {CAPTURING} iterations run uncaptured{calls}.".strip()
         return replace(one, run_gain=min(one.gain * max(0, steps - eager), most), reason=reason)
     if one.fix != "compile":
         return replace(one, run_gain=min(one.gain * steps, most))

@@ -207,14 +207,19 @@ def _too_small(diagnosis: Diagnosis, left: Sequence[PlannedFix]) -> Iterator[Ren
 
 def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:
     """` at train.py:31, train.py:40 and 2 more`: lines before what is no line."""
-    where = sorted(one.where, key=lambda place: not place.file)
-    spots = [words.spot(place, 48) for place in where[:2]]
-    told = where[: 1 if any(", " in spot for spot in spots) else 2]  # `aten::mm, after aten::cat` is one place
-    if not told:
+    named = named_places(one)
+    if not named:
         return ()
-    places = ", ".join(spots[: len(told)])
-    more = f" and {len(where) - len(told)} more" if len(where) > len(told) else ""
-    return (" at " if told[0].file else words.leading(places), (f"{places}{more}", PLACE + link_to(told[0])))
+    places = ", ".join(words.spot(place, 48) for place in named)
+    more = f" and {len(one.where) - len(named)} more" if len(one.where) > len(named) else ""
+    return (" at " if named[0].file else words.leading(places), (f"{places}{more}", PLACE + link_to(named[0])))
+
+
+def named_places(one: PlannedFix) -> list[Where]:
+    """Those that are shown; the others are counted."""
+    where = sorted(one.where, key=lambda place: not place.file)
+    alone = any(", " in words.spot(place, 48) for place in where[:2])  # `aten::mm, after aten::cat` is one place
+    return where[: 1 if alone else 2]
 
 
 def _worth_a_row(diagnosis: Diagnosis) -> list[PlannedFix]:

@@ -164,10 +164,12 @@ def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
         before, saved = saved, saved + max(0, one.run_gain)
         late = [run_report.lateness(late, diagnosis.given) for late in one.late]
         others = {other.named: str(place) for place, other in enumerate(diagnosis.plan, 1) if other is not one}
+        named = run_report.named_places(one)
         yield {
             "number": number,
             "fix": _text(words.fix(one.fix)),
-            "where": [_place(where) for where in one.where[:6]],
+            "where": [_place(where) for where in named],
+            "more": len(one.where) - len(named),
             "causes": list(one.causes),
             "before": one.predicted.step + one.gain,
             "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
