@@ -308,4 +308,4 @@ def test_a_program_that_uses_no_gpu_is_told_so(folder: Path) -> None:
     (folder / "train.py").write_text("import torch; print(torch.ones(2).sum())")
     done = keepbusy(folder, "fix", "train.py")
     assert done.returncode == 2
-    assert done.stderr == "keepbusy: train.py ran nothing on the GPU.\n"
+    assert done.stderr.startswith("keepbusy: train.py ran nothing on the GPU: its tensors stay on the CPU. Move the")

@@ -58,6 +58,16 @@ def test_the_program_is_untouched(run, tmp_path: Path) -> None:
     assert done.stderr == "keepbusy: train.py ran nothing on the GPU.\n"
 
 
+def test_who_computes_on_the_cpu_is_told_what_to_do(run) -> None:
+    done = run("import torch\nprint(torch.nn.Linear(4, 4)(torch.ones(2, 4)).shape)\n")
+    assert (done.returncode, done.stdout) == (0, "torch.Size([2, 4])\n")
+    assert done.stderr == (
+        "keepbusy: train.py ran nothing on the GPU: its tensors stay on the CPU. Move the model and each batch to the "
+        'GPU, as model.to("cuda") and batch.to("cuda") do, or with an option of the script, often --device cuda.\n'
+    )
+    assert run("import torch\nprint(1)\n").stderr == "keepbusy: train.py ran nothing on the GPU.\n"
+
+
 def test_an_error_is_the_programs_own(run, tmp_path: Path) -> None:
     done = run(LOOP + "raise ValueError('mine')\n")
     assert done.returncode == 1

@@ -37,6 +37,7 @@ from keepbusy.instrument.processes import make_folder
 from keepbusy.report import words
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import BadInput, write_whole
+from keepbusy.timeline.run_facts import ran_nothing
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
@@ -224,7 +225,7 @@ class CandidateRuns:
         self._longest = max(self._longest, time.monotonic() - began)
         timeline = load(folder / "run.busy")
         if not timeline.on_device.any():
-            raise BadInput(f"{self.name} ran nothing on the GPU.")
+            raise BadInput(ran_nothing(self.name, timeline.has_operators))
         return TrialRun(keepbusy.explain(timeline), int(timeline.spans.end.max()), RunResults.read(folder))
 
     def announced(self, changes: int) -> str:

@@ -39,6 +39,7 @@ from keepbusy.instrument.lines import set_launcher
 from keepbusy.instrument.processes import follow_with
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.run_facts import ran_nothing
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
@@ -331,7 +332,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         raise BadInput(
             f"{options.script} ended with {failed} before anything ran on the GPU."
             if failed
-            else f"{options.script} ran nothing on the GPU."
+            else ran_nothing(options.script, timeline.has_operators)
         )
     if options.quiet:
         return

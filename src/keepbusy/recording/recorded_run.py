@@ -19,7 +19,7 @@ from keepbusy.timeline.files import BadInput, typed
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.run_facts import LOOP, SCRIPT, LoaderUse, Part, PlainRun, WindowReason
+from keepbusy.timeline.run_facts import LOOP, SCRIPT, LoaderUse, Part, PlainRun, WindowReason, ran_nothing
 from keepbusy.traces.kineto_names import Category
 from keepbusy.traces.rank_timeline import timeline_of
 from keepbusy.traces.trace_file import Events, Trace, read_trace
@@ -107,7 +107,7 @@ def _trace(folder: Path, left: Mapping[str, Any], source: str) -> Trace:
         raise BadInput(_why_not(left, source))
     trace = read_trace(folder / TRACE)
     if not (trace.events.category <= Category.FILL).any():
-        raise BadInput(_no_commands(trace, source, left.get("blind", False)))
+        raise BadInput(_no_commands(trace, left, source))
     ticks = [Tick(*tick) for tick in left.get("ticks", ())]
     lines = LineRecord.load(folder / LINES) if (folder / LINES).exists() else LineRecord.nothing()
     return placed(trace, lines, ticks)
@@ -192,14 +192,16 @@ def _why_not(left: Mapping[str, Any], source: str) -> str:
     )
 
 
-def _no_commands(trace: Trace, source: str, was_at_work: bool) -> str:
-    if was_at_work or np.count_nonzero(trace.events.category == Category.RUNTIME):
+def _no_commands(trace: Trace, left: Mapping[str, Any], source: str) -> str:
+    if left.get("blind") or np.count_nonzero(trace.events.category == Category.RUNTIME):
         return (
             f"{source} launched work, but CUPTI reported nothing of it: another tool (Nsight, DCGM) holds the GPU's "
             "counters, this user may not read them, or the process has profiled its CPU alone before, after which "
             "PyTorch 2.13 does not listen to the GPU; stop the other tool, ask for the permission, or leave that "
             "profile out."
         )
+    if not left.get("uses_gpu", True):
+        return ran_nothing(source, bool((trace.events.category == Category.OPERATOR).any()))
     return f"{source} ran nothing on the GPU while it was recorded."
 
 

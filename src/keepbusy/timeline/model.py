@@ -301,6 +301,11 @@ class Timeline:
         return self.spans.kind >= Kind.KERNEL
 
     @property
+    def has_operators(self) -> bool:
+        """Whether any operator of PyTorch was called, on the host or on the device."""
+        return bool((self.frames.kind == FrameKind.OPERATOR).any())
+
+    @property
     def launches(self) -> Links:
         """From each launch to its commands."""
         return self.links.take(self.links.kind == LinkKind.LAUNCH)

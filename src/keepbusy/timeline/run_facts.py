@@ -38,6 +38,16 @@ def allocator_settings() -> str:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
+def ran_nothing(source: str, computed_on_cpu: bool) -> str:
+    """The sentence about a run that gave the GPU nothing to do."""
+    if not computed_on_cpu:
+        return f"{source} ran nothing on the GPU."
+    return (
+        f"{source} ran nothing on the GPU: its tensors stay on the CPU. Move the model and each batch to the GPU, as "
+        'model.to("cuda") and batch.to("cuda") do, or with an option of the script, often --device cuda.'
+    )
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """Of a run, or of one window of it."""

@@ -24,6 +24,7 @@ from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
+from keepbusy.timeline.run_facts import ran_nothing
 from keepbusy.timeline.steps import whole_steps
 
 _FEWEST_STEPS = 2
@@ -64,7 +65,7 @@ class WaitTally:
 def tally(timeline: Timeline, allow: Sequence[str] = ()) -> WaitTally:
     """Count them. A run that has begun to take steps needs two whole ones: a start-up waits, and is no step."""
     if not timeline.on_device.any():
-        raise BadInput(f"{timeline.facts.source or 'the run'} ran nothing on the GPU, so there is nothing to count.")
+        raise BadInput(ran_nothing(timeline.facts.source or "The run", timeline.has_operators))
     marks = min(len(timeline.marks_of(one)) for one in timeline.ranks)
     whole = whole_steps(timeline)
     if whole.facts.one_turn and marks:
