@@ -47,6 +47,7 @@ from keepbusy.timeline.run_facts import (
     LINE,
     LOOP,
     RUN,
+    CutShort,
     LineTime,
     LoaderUse,
     Part,
@@ -477,6 +478,9 @@ def test_a_script_of_which_only_the_tree_is_known_has_its_lines_in_the_plan() ->
     shown = " ".join(terminal.render(found).split())
     assert "1 compute it on the GPU at rings.py:23 2.40 → 0 s (0–2.40) · the run 7.00 → 4.60 s" in shown
     assert "in median" in shown
+    facts = RunFacts(source="rings.py", run=run, cut_short=CutShort("ValueError", "rings.py:23"))
+    raised = explain(Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=facts))
+    assert [places(one) for one in raised.plan] == [["rings.py:37"]]  # no advice is given for the line that raised
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_timeline
 
+from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import CAUSES, PLACES, PlannedFix, Where
 from keepbusy.report import terminal, words
 from keepbusy.report.exports import CSV_COLUMNS, csv_table, perfetto
@@ -22,6 +23,7 @@ from keepbusy.report.page.contents import words_of
 from keepbusy.report.source import fix_line, source_of
 from keepbusy.report.words import LOOKS
 from keepbusy.timeline import figures
+from keepbusy.timeline.run_facts import RUN, CutShort, Part
 
 WIDTHS = (40, 60, 80, 100, 140)
 
@@ -72,6 +74,27 @@ def test_without_a_plain_step_the_report_says_what_that_means() -> None:
 def test_fixing_on_request_names_what_was_asked() -> None:
     text = terminal.render(replace(STALLED, fixed=("host_sync", "blocking_copy")))
     assert "With host_sync and blocking_copy fixed: 31.3 → 8.6 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("ended", "says"),
+    [
+        (CutShort("ValueError", "train.py:31"), "The script failed with ValueError at train.py:31 after 40.00 s."),
+        (CutShort("KeyboardInterrupt", "train.py:31"), "The script was interrupted at train.py:31 after 40.00 s."),
+        (CutShort("SIGKILL"), "The script was killed by SIGKILL after 40.00 s."),
+        (CutShort("ValueError", "train.py:31", rank=3), "Rank 3 failed with ValueError at train.py:31 after 40.00 s."),
+    ],
+)
+def test_a_run_that_was_cut_short_is_told_so_first(ended: CutShort, says: str) -> None:
+    told = replace(STALLED, cut_short=ended, run=Part(RUN, time=ms(40_000)))
+    assert (
+        terminal.render(told)
+        .replace("\n", " ")
+        .startswith(f"{says} No advice below is based on what it left unfinished. keepbusy")
+    )
+    assert words_of(told, "train.py")["headline"].startswith(says)
+    assert terminal.render(STALLED).startswith("keepbusy")
+    assert compare(STALLED, told).notes == (f"the run after was cut short by {ended.by}",)
 
 
 @pytest.mark.parametrize("diagnosis", [STALLED, HEALTHY, LATE], ids=["stalled", "healthy", "late"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from build import MB, Run, loop
@@ -12,7 +14,7 @@ from strategies import loops
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Kind, LinkKind, Timeline, settle
 from keepbusy.timeline.replay import pace, replay
-from keepbusy.timeline.run_facts import PlainRun, RunFacts, WindowReason
+from keepbusy.timeline.run_facts import CutShort, PlainRun, RunFacts, WindowReason
 from keepbusy.timeline.steps import (
     by_pattern,
     comes_again,
@@ -21,6 +23,7 @@ from keepbusy.timeline.steps import (
     sample,
     whole_steps,
     within_loop,
+    without_broken_off,
     without_timer_reads,
 )
 
@@ -40,6 +43,57 @@ def kernels(run: Run, count: int) -> Run:
 
 
 # Cutting
+
+
+def cut_short(run: Run, raised: str, **facts: Any) -> Timeline:
+    return run.timeline(virtual=True, cut_short=CutShort("ValueError", raised, (raised, "train.py:3")), **facts)
+
+
+def five_iterations() -> Run:
+    run = Run.of()
+    for _ in range(5):
+        run.step()
+        for line in (4, 5):
+            with run.inside(f"train.py({line}): main", exact=True):
+                run.launch(20)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("loop", "steps"),
+    [("train.py:3", 4), ("train.py:3 (trainer.py:7 in fit)", 4), ("train.py:9", 5), ("", 5)],
+)
+def test_an_iteration_that_was_not_finished_is_none(loop: str, steps: int) -> None:
+    """Where the run broke off, its loop was left as at the end of an iteration: only Python's end comes after."""
+    timeline = cut_short(five_iterations().step().work(100), "train.py:5", loop=loop)
+    assert steps_of(without_broken_off(timeline)) - 1 == steps
+    assert steps_of(without_broken_off(timeline.change_facts(cut_short=None))) - 1 == 5
+
+
+def test_an_iteration_that_has_only_begun_ends_the_one_before() -> None:
+    assert steps_of(without_broken_off(cut_short(five_iterations(), "train.py:5", loop="train.py:3"))) == 5
+
+
+def lines_of_a_script(*lines: int) -> Run:
+    run = Run.of()
+    for line in lines:
+        with run.inside(f"train.py({line}): <module>", exact=True):
+            run.launch(20)
+    return run
+
+
+def test_of_a_script_the_line_that_raised_is_left_out() -> None:
+    """All that it called, and none of the lines before it."""
+    run = lines_of_a_script(1, 2, 3)
+    with run.inside("train.py(3): <module>", "lib/loop.py(7): f", exact=True):
+        run.launch(20).sync(at=["aten::item"])
+    kept = without_broken_off(cut_short(run.work(100), "train.py:3"))
+    assert (launches(kept), np.count_nonzero(kept.on_device)) == (2, 2)
+
+
+def test_a_line_that_was_fine_before_stays() -> None:
+    """Nothing was recorded of the visit in which it raised."""
+    assert launches(without_broken_off(cut_short(lines_of_a_script(3, 4), "train.py:3"))) == 2
 
 
 def test_what_stands_before_the_first_mark_and_after_the_last_is_left_out() -> None:

@@ -122,18 +122,31 @@ def test_the_program_computes_what_it_computes_alone(record, tmp_path: Path, war
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
+    ("end", "code", "says"),
     [
-        ("sys.exit(7)", 7),
-        ("raise KeyboardInterrupt", -signal.SIGINT),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("sys.exit(7)", 7, "keepbusy"),
+        ("raise ValueError", 1, "The script failed with ValueError at train.py:"),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "The script was interrupted at train.py:"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+            -signal.SIGTERM,
+            "The script was killed by SIGTERM at train.py:",
+        ),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            -signal.SIGKILL,
+            "The script was killed by SIGKILL.",
+        ),
     ],
 )
-def test_whatever_ends_the_program_its_end_is_its_own_and_the_report_is_made(record, end: str, code: int) -> None:
+def test_whatever_ends_the_program_its_end_is_its_own_and_the_report_is_made(
+    record, end: str, code: int, says: str
+) -> None:
+    """Which says first that the program was cut short."""
     done = record(LONG + end + "\n")
     assert done.returncode == code
     assert "A step takes" in done.stdout
+    assert next(line for line in done.stdout.splitlines() if line).startswith(says), done.stdout
 
 
 def test_who_interrupts_it_before_the_program_has_begun_sees_it_die_of_the_signal(record, tmp_path: Path) -> None:

@@ -79,6 +79,51 @@ def test_an_error_is_the_programs_own(run, tmp_path: Path) -> None:
     assert "A step takes" in done.stdout
 
 
+BROKEN_OFF = """\
+import os
+import signal
+import torch
+
+model = torch.nn.Linear(64, 64).cuda()
+for step in range(20):
+    loss = model(torch.randn(512, 64, device="cuda")).pow(2).mean()
+    loss.backward()
+    if step == 12:
+        lost = [loss.item() for _ in range(50)]
+        END
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "says", "how", "by"),
+    [
+        ("raise ValueError(step)", "failed with ValueError", "failed", "ValueError"),
+        ("torch.ones(2).cuda() @ torch.ones(3)", "failed with RuntimeError", "failed", "RuntimeError"),
+        ("raise KeyboardInterrupt", "was interrupted", "interrupted", "KeyboardInterrupt"),
+        ("signal.raise_signal(signal.SIGTERM)", "was killed by SIGTERM", "killed", "SIGTERM"),
+    ],
+)
+def test_a_run_that_was_cut_short_says_so_first(run, end: str, says: str, how: str, by: str) -> None:
+    """And what it did in the iteration that it did not finish is no reason for advice."""
+    said = json.loads(run(BROKEN_OFF.replace("END", end), before=("--clock", "modelled", "--json")).stdout)
+    assert said["cut_short"] == {"how": how, "by": by, "where": "train.py:11", "rank": None}
+    assert not {10, 11} & lines(said, *(one["cause"] for one in said["causes"]), "host_sync")
+    assert said["causes"]
+    done = run(BROKEN_OFF.replace("END", end))
+    first = next(line for line in done.stdout.splitlines() if line)
+    assert first.startswith(f"The script {says} at train.py:11 after ")
+
+
+def test_a_line_that_raised_gets_no_advice(run) -> None:
+    """Of a script without steps, which is explained whole."""
+    source = "import torch\nx = torch.ones(64, 64, device='cuda')\nprint(x.sum().item())\n"
+    failing = "y = torch.ones(3, 4).cuda() @ torch.ones(3, 4).cuda() + x.mean().item()\n"
+    said = json.loads(run(source + failing, before=("--clock", "modelled", "--json")).stdout)
+    everything = {cause for one in (*said["causes"], *said["harmless"]) for cause in [one["cause"]]}
+    assert said["cut_short"]["where"] == "train.py:4"
+    assert lines(said, *everything) <= {2, 3}
+
+
 @pytest.mark.parametrize("flags", [(), ("--fix",)])
 def test_what_fails_before_the_gpu_is_asked_for_anything_is_told_so(run, flags: tuple[str, ...]) -> None:
     done = run("import nonsense_of_nobody\n", before=flags)

@@ -32,6 +32,7 @@ from keepbusy.instrument.processes import KeptDescriptor, make_folder
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput, lock, remove_stale, write_whole
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.run_facts import CutShort
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
@@ -78,6 +79,8 @@ def run_supervised(
                 import_module(room)
             child.hear()
         whole = _whole(folder, options.script, streams)
+        if whole is not None and child.killed_by is not None and whole.facts.cut_short is None:
+            whole = whole.change_facts(cut_short=CutShort(child.killed_by))
         if whole is not None:
             report(whole)
     except BadInput as error:
@@ -95,13 +98,13 @@ def _is_seen(options: argparse.Namespace) -> bool:
 
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
-    from keepbusy.instrument.script import Ending
+    from keepbusy.instrument.script import Ending, cut_short
 
     watched: Run | None = None
 
     def finish() -> None:
         if watched is not None:  # nobody has ended it before it began
-            watched.end()
+            watched.end(cut_short(ending.signal))
         over()
 
     ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
@@ -207,6 +210,13 @@ class ProgramProcess:
         """Until it says so; where it cannot any more, until its process has ended."""
         if not os.read(self._heard, 1):
             self.wait()
+
+    @property
+    def killed_by(self) -> str | None:
+        """The signal, where its process is known to have died of one before it could say that it was over."""
+        if self._status is None or not os.WIFSIGNALED(self._status):
+            return None
+        return signal.Signals(os.WTERMSIG(self._status)).name
 
     def wait(self) -> int:
         """Until its process has ended; returns how, as `os.waitpid` tells it."""

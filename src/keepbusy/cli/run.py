@@ -266,7 +266,7 @@ def _plan_without(
 
 def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> NoReturn:
     from keepbusy.instrument.processes import RunFolder
-    from keepbusy.instrument.script import Ending
+    from keepbusy.instrument.script import Ending, cut_short
 
     started_in = Path.cwd()
     timeline: Callable[..., Timeline] | None = None
@@ -277,7 +277,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
         try:
             with suppress(OSError):
                 os.chdir(started_in)  # where the places of the program's lines count from
-            mine = timeline(source=options.script)
+            mine = timeline(source=options.script, cut_short=cut_short(ending.signal))
             whole = mine if options.alike else program.gathered(mine)
             if whole is not None:
                 _report(virtual_run.steady(whole), options, streams)
@@ -328,10 +328,10 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     if options.save:
         save(timeline, None, options.save_at)
     if not timeline.on_device.any() and timeline.facts.run is None:
-        failed = _failure()
+        ended = timeline.facts.cut_short
         raise BadInput(
-            f"{options.script} ended with {failed} before anything ran on the GPU."
-            if failed
+            f"{options.script} ended with {ended.by} before anything ran on the GPU."
+            if ended is not None
             else ran_nothing(options.script, timeline.has_operators)
         )
     if options.quiet:

@@ -41,6 +41,7 @@ from keepbusy.timeline.steps import (
     stretch_beside,
     whole_steps,
     within_loop,
+    without_broken_off,
     without_steps,
     without_timer_reads,
 )
@@ -69,6 +70,7 @@ def explain(
     steps are explained as they are, and a note says so: better than to tell nothing.
     """
     _refuse_nonsense(timeline, plain_step, what_if, workers)
+    timeline = without_broken_off(timeline)
     if not len(timeline):
         return _without_turns(timeline)
 
@@ -114,6 +116,7 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
         plain_runs=facts.plain_runs,
         run=facts.run,
         one_turn=not step,
+        cut_short=facts.cut_short,
     )
     return replace(told, plan=plan_of_run(told, facts.loaders))
 
@@ -144,6 +147,7 @@ def _explained(
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
         trains=not (timeline.facts.virtual and timeline.facts.loop) or has_steps(timeline),
+        cut_short=timeline.facts.cut_short,
         plan=plan,
         run=run,
         loops=_loops(timeline, workers, run, turns),

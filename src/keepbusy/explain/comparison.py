@@ -165,6 +165,9 @@ def _notes(before: Diagnosis, after: Diagnosis) -> Iterator[str]:
             f"the plain step {unknown}, so the profiler's own cost is part of these times; "
             "save both runs with --plain-step for a fair comparison"
         )
+    for side, run in (("before", before), ("after", after)):
+        if run.cut_short is not None:
+            yield f"the run {side} was cut short by {run.cut_short.by}"
     if before.device != after.device:
         yield f"the runs were made on different devices: {before.device or 'unknown'}, {after.device or 'unknown'}"
     if len(before.ranks) != len(after.ranks):

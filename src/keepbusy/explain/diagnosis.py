@@ -17,7 +17,7 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, Floats, Ints, Mask, Timeline
 from keepbusy.timeline.replay import at_work_from
-from keepbusy.timeline.run_facts import Cluster, Part, PlainRun, RareStall
+from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun, RareStall
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -354,6 +354,7 @@ class Diagnosis:
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     rare: tuple[RareStep, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: ChangedSteps | None = None
+    cut_short: CutShort | None = None  # what ended the run before its own end
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them
     draw: Callable[[], Turns] | None = field(default=None, compare=False, repr=False)  # for who wants to later
 

@@ -538,6 +538,7 @@ def _idle_lines(told: Diagnosis) -> Iterator[Plan]:
     begun = min((part.began for part in run.parts if part.kind == FIRST_USE or part.busy > 0), default=run.time)
     seen = {str(site.where) for cause in told.causes for site in cause.sites}
     seen |= {str(one.where) for one in told.harmless}
+    seen |= {told.cut_short.place} if told.cut_short is not None else set()
     for part in run.parts:
         if part.kind == LINE and part.place not in seen and part.began >= begun and part.waits > NOISE * run.time:
             yield _of_idle_part(part, part.lines, part.waits)

@@ -16,13 +16,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
 from itertools import pairwise
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, TextIO
 
-from keepbusy.instrument.lines import OURS, PROGRAM_CODE, is_ours, kind_of, outwards
+from keepbusy.instrument.lines import (
+    OURS,
+    PROGRAM_CODE,
+    USER,
+    is_ours,
+    kind_of,
+    line_number,
+    outwards,
+    shown,
+    stacks_of,
+)
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.processes import KeptDescriptor, UnseenThread, kept_pipe
 from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.run_facts import CutShort
 
 COMPILE: list[Callable[[bytes, str], CodeType]] = [
     lambda source, path: compile(source, path, "exec", dont_inherit=True)
@@ -234,6 +246,28 @@ def _say(text: str) -> None:
 
 # How its process ends.
 
+
+def cut_short(number: int = 0) -> CutShort | None:
+    """What ended the program of this process before its end: an exception, or else the signal of this number."""
+    from keepbusy.instrument.loop_tree import read_source  # with numpy, which a program's start need not wait for
+    from keepbusy.instrument.source_loops import SourceLoops
+
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        stack = [(one.f_code, line) for one, line in walk_tb(error.__traceback__)]
+    elif number:
+        main = threading.main_thread().ident or 0
+        stack = [(code, line_number(code, at)) for code, at in reversed(stacks_of([main])[main])]
+    else:
+        return None
+    own = [(code, line) for code, line in stack if kind_of(code.co_filename) in PROGRAM_CODE]
+    users = [f"{shown(code.co_filename)}:{line}" for code, line in own if kind_of(code.co_filename) == USER]
+    sources = SourceLoops(read_source)
+    loops = [f"{shown(code.co_filename)}:{loop.first}" for code, line in own for loop in sources.around(code, line)]
+    by = type(error).__name__ if error is not None else signal.Signals(number).name
+    return CutShort(by, users[-1] if users else "", tuple(dict.fromkeys([*users, *loops])))
+
+
 _set, _get, _set_wakeup = signal.signal, signal.getsignal, signal.set_wakeup_fd
 _PATIENCE, _PATIENCE_WITH_US = 3.0, 20.0
 """Seconds after which a program that stands in a call which does not come back is ended without us. An operator that we
@@ -252,7 +286,7 @@ class Ending:
         """`in_handler`: whether `finish` may run wherever a signal comes; else it has a thread of its own, and the
         program stands at a line of its own meanwhile."""
         self._finish, self._in_handler, self._process = finish, in_handler, os.getpid()
-        self._signal, self._depth = 0, sys.getrecursionlimit()
+        self.signal, self._depth = 0, sys.getrecursionlimit()
         self._handled, self._patches = threading.Event(), Patches()
         self._pipe: tuple[KeptDescriptor, KeptDescriptor] | None = None
         self._is_woken = False  # by signals, of which Python then writes into our pipe
@@ -272,7 +306,7 @@ class Ending:
 
     def by(self, number: int) -> None:
         """Once all is done the process is to die of this signal, as Python dies of a KeyboardInterrupt."""
-        self._signal = number
+        self.signal = number
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
@@ -280,8 +314,8 @@ class Ending:
             if threading.current_thread() is threading.main_thread():
                 _set(signal.SIGINT, signal.SIG_IGN)  # it would show a traceback of ours, of a program that has ended
             self._last()
-        if self._signal:
-            _die_of(self._signal)
+        if self.signal:
+            _die_of(self.signal)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         ours = None if self._in_handler or self._is_awaited else _call_of_ours(frame)
@@ -293,6 +327,7 @@ class Ending:
 
     def _end_by(self, number: int, finishes: bool) -> None:
         self._handled.set()
+        self.signal = number
         _set(number, signal.SIG_DFL)
         try:
             if finishes and os.getpid() == self._process:

@@ -19,7 +19,7 @@ from keepbusy.timeline.files import BadInput, typed
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.model import Ints, Lane, Mask, Spans, Timeline
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.run_facts import LOOP, SCRIPT, LoaderUse, Part, PlainRun, WindowReason, ran_nothing
+from keepbusy.timeline.run_facts import LOOP, SCRIPT, CutShort, LoaderUse, Part, PlainRun, WindowReason, ran_nothing
 from keepbusy.traces.kineto_names import Category
 from keepbusy.traces.rank_timeline import timeline_of
 from keepbusy.traces.trace_file import Events, Trace, read_trace
@@ -66,6 +66,7 @@ def _of_the_run(left: Mapping[str, Any], rank: int) -> dict[str, Any]:
         "run": typed(Part, left["run"]) if left.get("run") else None,
         "loaders": tuple(typed(LoaderUse, one) for one in left.get("loaders", ())),
         "allocator": left.get("allocator"),
+        "cut_short": typed(CutShort, left["cut_short"]) if left.get("cut_short") else None,
     }
 
 

@@ -52,7 +52,7 @@ from keepbusy.recording.windows import (
 )
 from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import NONE, Timeline
-from keepbusy.timeline.run_facts import DRIFT, SCRIPT, USUAL_WORKERS, Part, allocator_settings
+from keepbusy.timeline.run_facts import DRIFT, SCRIPT, USUAL_WORKERS, CutShort, Part, allocator_settings
 
 FACTS, LIVE, TREE = "facts.json", "live", "tree.json"
 """What a process leaves in its folder, beside what its windows saw; the latter two while somebody looks on."""
@@ -142,12 +142,12 @@ class Run:
             self.marks.begin()
             self.loaders.begin()
 
-    def end(self) -> None:
-        """Take everything out again, and leave what there is."""
+    def end(self, cut_short: CutShort | None = None) -> None:
+        """Take everything out again, and leave what there is, with what ended the program before its own end."""
         if os.getpid() != self.process or not self.is_going_on:
             return
         self.is_going_on = False
-        told: dict[str, Any] = {"loaders": [], "run": None}
+        told: dict[str, Any] = {"loaders": [], "run": None, "cut_short": cut_short and asdict(cut_short)}
         last = (
             self.unfollow, self.loops.end, self.share.read, self._give_way, self.window.forget, self.marks.end,
             self.others.end, self.loaders.end, self._know_marks, self._know_turns,

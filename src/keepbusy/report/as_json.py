@@ -14,7 +14,7 @@ from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction,
 from keepbusy.report.run_report import called_at, where_of
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_facts import Cluster, Part, PlainRun, RareStall
+from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun, RareStall
 
 VERSION = 1
 
@@ -71,6 +71,7 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         if later
         else None,
         "cluster": _cluster(diagnosis.cluster) if diagnosis.cluster else None,
+        "cut_short": _cut_short(diagnosis.cut_short) if diagnosis.cut_short else None,
     }
 
 
@@ -230,6 +231,10 @@ def _rare(one: RareStep) -> dict[str, Any]:
         **_predicted(one.predicted),
         "predicted_gain": milliseconds(one.gain_of(one.predicted)),
     }
+
+
+def _cut_short(ended: CutShort) -> dict[str, Any]:
+    return {**_same(ended, "how", "by"), "where": ended.place, "rank": None if ended.rank == NONE else ended.rank}
 
 
 def _cluster(cluster: Cluster) -> dict[str, Any]:

@@ -64,6 +64,19 @@ _INTERRUPTIONS = {
 }
 
 
+def cut_short(diagnosis: Diagnosis) -> str:
+    """What ended the program before its own end; "" where nothing did."""
+    ended = diagnosis.cut_short
+    if ended is None:
+        return ""
+    who = "The script" if ended.rank == NONE else f"Rank {ended.rank}"
+    said = {"failed": f"failed with {tame(ended.by, 80)}", "interrupted": "was interrupted"}
+    what = said.get(ended.how, f"was killed by {tame(ended.by, 80)}")
+    where = f" at {_short(ended.place)}" if ended.place else ""
+    after = f" after {duration(diagnosis.run.time)}" if diagnosis.run is not None else ""
+    return f"{who} {what}{where}{after}. No advice below is based on what it left unfinished."
+
+
 def headline(run: Part) -> str:
     if run.busy == NONE:
         return f"The run took {duration(run.time)}."

@@ -127,6 +127,8 @@ def parts(
     diagnosis: Diagnosis, width: int, detail: _Detail = _DETAILS[0], colour: bool = False, again: str = ""
 ) -> Iterator[RenderableType]:
     """The report's paragraphs, from top to bottom."""
+    if ended := run_report.cut_short(diagnosis):
+        yield line((ended, _WORSE))
     yield line(("keepbusy", STRONG), (_head(diagnosis), FAINT))
     yield _BLANK
     if diagnosis.cluster is not None:

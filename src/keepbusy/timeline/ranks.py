@@ -68,6 +68,11 @@ def _join(timelines: Sequence[Timeline]) -> Timeline:
 def _joined_facts(each: Sequence[RunFacts], ranks: Sequence[int], turns: int) -> RunFacts:
     """The first rank's, and what every rank has of its own. `turns`: how many marks are turns of one loop on all."""
     trees = {rank: facts.run for rank, facts in zip(ranks, each, strict=True) if facts.run is not None}
+    ended = [
+        replace(facts.cut_short, rank=rank)
+        for rank, facts in zip(ranks, each, strict=True)
+        if facts.cut_short is not None
+    ]
     loaders = [replace(use, rank=rank) for rank, facts in zip(ranks, each, strict=True) for use in facts.loaders]
     return replace(
         each[0],
@@ -76,6 +81,7 @@ def _joined_facts(each: Sequence[RunFacts], ranks: Sequence[int], turns: int) ->
         groups={group: members for facts in each for group, members in facts.groups.items()},
         loaders=tuple(sorted(loaders, key=lambda use: use.began - use.waited)),
         uneven=tuple(uneven_loops(trees)),
+        cut_short=min(ended, key=lambda one: one.how != "failed", default=None),  # the others are killed then
         notes=(*each[0].notes, *where_ranks_differ(trees)),
         loop=each[0].loop if turns else "",
         beside=tuple(sorted({number for facts in each for number in facts.beside if number < turns - 1})),

@@ -83,6 +83,7 @@ class RunFacts:
     first_steps: int = 0  # of a virtual run, that are not like those that follow, and are no longer marked
     loop: str = ""  # the one whose turns are the steps, where the run's tree of loops tells: file:line
     beside: tuple[int, ...] = ()  # of each rank's marks, by number, those that begin no turn: what follows lies beside
+    cut_short: CutShort | None = None  # None where the program came to its end
 
     @property
     def named(self) -> str:
@@ -115,6 +116,23 @@ class RunFacts:
         if facts.pinned_bandwidth is not None and not _SLOWEST_LINK <= facts.pinned_bandwidth <= _FASTEST_LINK:
             raise ValueError(f"facts.pinned_bandwidth is {facts.pinned_bandwidth}")
         return facts
+
+
+@dataclass(frozen=True)
+class CutShort:
+    """How a run was ended before its own end. Its last iteration is incomplete, and its last line raised."""
+
+    by: str  # the name of an exception, or of a signal
+    place: str = ""  # the program's innermost line then: file:line
+    within: tuple[str, ...] = ()  # the lines that it stood in, and those of the loops around them
+    rank: int = NONE  # of several ranks, which one
+
+    @property
+    def how(self) -> str:
+        """`failed`, `interrupted` or `killed`."""
+        if self.by == "KeyboardInterrupt":
+            return "interrupted"
+        return "killed" if self.by.startswith("SIG") else "failed"
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.frame_roles import STEP_MARKS, Role
-from keepbusy.timeline.model import NONE, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
+from keepbusy.timeline.frame_roles import STEP_MARKS, Role, source_line
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
-from keepbusy.timeline.run_facts import LOOP
+from keepbusy.timeline.run_facts import LOOP, place_of_loop
 
 NOISE_OF_A_SCRIPT = 0.03
 """Of a script: to wait for less is noise, and no reason to explain its turns as one."""
@@ -57,6 +57,40 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
         return whole
     several = _marks_a_step(whole, plain_step, (last - first) // 2)
     return cut_into(several).change_facts(marks_a_step=several) if several > 1 else whole
+
+
+def without_broken_off(timeline: Timeline) -> Timeline:
+    """Without what a program that was cut short did last: the iteration that it did not finish, which a virtual run
+    marks as if it had, or where there are no iterations the line that raised."""
+    ended, loop = timeline.facts.cut_short, place_of_loop(timeline.facts.loop)
+    if ended is None or not timeline.facts.virtual:  # no window of a live recording holds such an iteration
+        return timeline
+    frames, launches = timeline.frames, timeline.launches
+    lines = np.flatnonzero(frames.kind == FrameKind.LINE)
+    written = [source_line(timeline.names[name]) or ("", 0, "") for name in frames.name[lines].tolist()]
+    if len(timeline.marks):
+        if not loop or (ended.within and loop not in ended.within):
+            return timeline
+        in_file = lines[np.array([file == loop.rpartition(":")[0] for file, _, _ in written], bool)]
+        last = [int(timeline.marks_of(rank)[-1]) for rank in timeline.ranks]
+        if all((frames.start[in_file] >= timeline.spans.start[mark]).any() for mark in last):
+            return timeline  # the iteration that begins there is the one that was not finished
+        return timeline.change(marks=np.setdiff1d(timeline.marks, last))
+    raised = np.zeros(len(frames) + 1, bool)  # one more place: of no frame
+    raised[lines] = [f"{file}:{line}" == ended.place for file, line, _ in written]
+    if not raised.any() or len(timeline.ranks) > 1:
+        return timeline
+    within, count = raised, 0  # the line's frames, and what stands in them
+    while (found := int(within.sum())) != count:
+        within, count = within | np.append(within[frames.parent], False), found
+    first_lane = lines[frames.lane[lines] == frames.lane[np.flatnonzero(raised)[0]]]
+    others, last_visit = first_lane[~within[first_lane]], frames.start[np.flatnonzero(raised)].max()
+    if (frames.start[others] > last_visit).any():
+        return timeline  # what was recorded of that line is a visit before, which was fine
+    ended_before = frames.end[others][frames.end[others] <= last_visit].max(initial=0)
+    kept = timeline.on_device | (timeline.spans.start < ended_before)
+    kept[launches.target] = kept[launches.source]
+    return timeline.keep(kept)
 
 
 def _marks_a_step(whole: Timeline, plain_step: int, most: int) -> int:

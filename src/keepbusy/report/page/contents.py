@@ -83,7 +83,7 @@ def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
         "ranks": list(diagnosis.ranks),
         "looks": {one: {"name": look(one).name, "sentence": look(one).sentence} for one in PLACES},
         "run": None if run is None else _part(run),
-        "headline": run_report.headline(run) if run is not None else "",
+        "headline": f"{run_report.cut_short(diagnosis)} {run_report.headline(run) if run is not None else ''}".strip(),
         "shares": run.shares if run is not None else (),
         "recorded": (turns.timeline.facts.recorded or ()) if turns is not None else (),
         "told": [
