@@ -105,6 +105,7 @@ FLAGS = {
         "--write": (None, 0, False),
         "--minutes": ("N", None, 10),
         "--on": ("DEVICE", None, "h200"),
+        "--values": (None, None, "real"),
         "--clock": (None, None, "measured"),
         "--clocks": (None, None, "virtual"),
         "--gpus": ("N", None, 1),
@@ -123,6 +124,8 @@ FLAGS = {
         "--gpus": ("N", None, 1),
         "--ranks": ("N", None, 1),
         "--values": (None, None, "real"),
+        "--clock": (None, None, "modelled"),
+        "--clocks": (None, None, "virtual"),
         "-m": (None, 0, False),
         "program": ("PROGRAM", argparse.PARSER, None),
     },
@@ -583,3 +586,12 @@ def test_what_needs_pytorch_says_so(
         f"keepbusy: `keepbusy {verb}` needs PyTorch, which {sys.executable} does not have; install it with "
         f"`{sys.executable} -m pip install 'torch>=2.9'`. Traces are explained without it.\n"
     )
+
+
+@pytest.mark.parametrize("verb", ["run", "fix", "check"])
+def test_verbs_that_run_a_program_take_the_same_options_of_the_machine(verb: str) -> None:
+    asked = "--on l4 --gpus 2 --ranks 2 --values none --clock modelled --clocks real train.py --epochs 2"
+    options = cli._parser([verb]).parse_args([verb, *asked.split()])
+    machine = (options.on, options.gpus, options.ranks, options.values, options.clock, options.clocks)
+    assert machine == ("l4", 2, 2, "none", "modelled", "real")
+    assert options.program == ["train.py", "--epochs", "2"]

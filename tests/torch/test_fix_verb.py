@@ -297,6 +297,14 @@ def test_what_only_infers_is_held_against_its_outputs(folder: Path) -> None:
     assert "the same results to the last bit" in done.stdout
 
 
+def test_without_values_no_results_are_said_to_be_the_same(folder: Path) -> None:
+    (folder / "infer.py").write_text(INFERENCE)
+    done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "--values", "none", "infer.py")
+    assert done.returncode == 0, done
+    assert "results not compared, since nothing is computed with --values none" in done.stdout
+    assert "the same results" not in done.stdout
+
+
 def test_a_program_that_fails_is_told_of_in_a_sentence(folder: Path) -> None:
     (folder / "train.py").write_text("raise ValueError('no data')")
     done = keepbusy(folder, "fix", "train.py")

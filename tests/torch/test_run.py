@@ -79,6 +79,19 @@ def test_an_error_is_the_programs_own(run, tmp_path: Path) -> None:
     assert "A step takes" in done.stdout
 
 
+def test_an_option_after_the_script_is_the_scripts(run) -> None:
+    """One line says so where the script does not name it: somebody may have meant it for keepbusy."""
+    prints = "import sys\nprint(sys.argv[1:])\n"
+    done = run(prints, "--values", "none", "--epochs=2", "--gpus=4")
+    assert (done.returncode, done.stdout) == (0, "['--values', 'none', '--epochs=2', '--gpus=4']\n")
+    assert done.stderr.splitlines()[0] == (
+        "keepbusy: --values and --gpus are passed to train.py, whose name comes before them; "
+        "options of `keepbusy run` stand before the script."
+    )
+    own = run(f"{prints}options = ('--values', '--gpus')\n", "--values", "none", "--gpus=4")
+    assert "passed to" not in own.stderr
+
+
 BROKEN_OFF = """\
 import os
 import signal

@@ -15,7 +15,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from keepbusy import __version__
-from keepbusy.timeline.figures import NANOSECONDS
+from keepbusy.timeline.figures import NANOSECONDS, listing
 from keepbusy.timeline.files import BadInput, write_whole
 
 if TYPE_CHECKING:
@@ -343,8 +343,27 @@ def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
     return script, arguments
 
 
-def add_devices(parser: argparse.ArgumentParser, on: str) -> None:
-    """`on`: the device where none is named."""
+def hint_at_own_options(options: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
+    """A line on standard error about arguments of the program that the verb would have taken before it. None about
+    those that the script names itself."""
+    own = argparse.ArgumentParser(add_help=False)
+    add_arguments(own)
+    script, arguments = program_in(options)
+    text = ""
+    with suppress(OSError):
+        text = "" if options.module else Path(script).read_text(encoding="utf-8", errors="replace")
+    words = dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith("--"))
+    named = [word for word in words if word in own._option_string_actions and word not in text]
+    if named:
+        are, they = ("is", "it") if len(named) == 1 else ("are", "them")
+        complain(
+            f"{listing(named)} {are} passed to {script}, whose name comes before {they}; "
+            f"options of `{options.prog}` stand before the script."
+        )
+
+
+def add_machine(parser: argparse.ArgumentParser, on: str, clock: str = "measured") -> None:
+    """On what the program runs. `on`: the device where none is named; `clock`: the same of the host's time."""
     parser.add_argument(
         "--on",
         metavar="DEVICE",
@@ -362,13 +381,16 @@ def add_devices(parser: argparse.ArgumentParser, on: str) -> None:
         default=1,
         help="run N ranks, a GPU each, through torchrun",
     )
-
-
-def add_clocks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--values",
+        choices=("real", "none"),
+        default="real",
+        help="none: compute nothing and touch no memory, so that large models run too; what is read is zero",
+    )
     parser.add_argument(
         "--clock",
         choices=("measured", "modelled"),
-        default="measured",
+        default=clock,
         help="whether the host takes the time it really takes, or a modelled one that is the same in every run",
     )
     parser.add_argument(

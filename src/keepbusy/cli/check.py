@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from keepbusy.cli import (
     SAVED,
-    add_devices,
+    add_machine,
     add_program,
     check_place,
     handed_on,
+    hint_at_own_options,
     need_pytorch,
     print_parts,
     program_in,
@@ -63,10 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--junit", metavar="FILE.xml", type=Path, help="write the verdict as a JUnit file, too")
     parser.add_argument("--sarif", metavar="FILE", type=Path, help="write it as SARIF, too, for editors")
     parser.add_argument("--github", action="store_true", help="print GitHub's annotations, a line each, too")
-    add_devices(parser, "h200")
-    parser.add_argument(
-        "--values", choices=("real", "none"), default="real", help="none: compute nothing; what is read is zero"
-    )
+    add_machine(parser, "h200", clock="modelled")
     add_program(parser, "a script with its own arguments, or a saved run", "PROGRAM")
 
 
@@ -100,9 +98,10 @@ def _timeline(options: argparse.Namespace) -> Timeline:
         return load(Path(options.program[0]))
     need_pytorch("`keepbusy check`")
     script, arguments = program_in(options)
+    hint_at_own_options(options, add_arguments)
     kept = make_folder() / f"run{SAVED}"
-    command = ["run", "--on", options.on, "--clock", "modelled", "--save", str(kept), "--quiet"]
-    command += handed_on(options, add_arguments, ("gpus", "ranks", "values"))
+    command = ["run", "--on", options.on, "--clock", options.clock, "--save", str(kept), "--quiet"]
+    command += handed_on(options, add_arguments, ("gpus", "ranks", "clocks", "values"))
     command += ["-m"] if options.module else []
     environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
     ended = subprocess.run(

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import keepbusy
 from keepbusy.cli import (
-    add_clocks,
-    add_devices,
+    add_machine,
     add_program,
     handed_on,
+    hint_at_own_options,
     need_pytorch,
     print_parts,
     program_in,
@@ -68,8 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=MINUTES,
         help=f"begin no run that would end later (default {MINUTES}; 0: try everything)",
     )
-    add_devices(parser, "h200")
-    add_clocks(parser)
+    add_machine(parser, "h200")
     add_program(parser, "the program, and its own arguments: a short run will do")
 
 
@@ -203,13 +202,14 @@ class CandidateRuns:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         script, arguments = program_in(options)
+        hint_at_own_options(options, add_arguments)
         self._folder, self._count = folder, 0
         self._began, self._longest, self._minutes = time.monotonic(), 0.0, options.minutes
         self._unprovable: str | None = None
         """Why nothing can be proven of this program; "" once it is known to compute the same twice."""
-        self._is_modelled = options.clock == "modelled"
+        self._is_modelled, self._computes = options.clock == "modelled", options.values == "real"
         self.name = f"-m {script}" if options.module else script
-        given = handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks"))
+        given = handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks", "values"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
     def tried(self, sources: dict[str, str], what: str) -> TrialRun:
@@ -263,7 +263,7 @@ class CandidateRuns:
         tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
         sources, before = without
         different = (own if tolerance else before).computed.same(after.computed, tolerance)
-        if different:
+        if different and self._computes:
             if self._unprovable is None:
                 again = own.computed.same(self.tried({}, "as it is, again").computed, 0)
                 self._unprovable = again and (
@@ -279,6 +279,7 @@ class CandidateRuns:
         if was - now < least:
             raise BadInput(f"it gains nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
         same = f"results within {100 * tolerance:g}%, for {why}" if tolerance else "the same results to the last bit"
+        same = same if self._computes else "results not compared, since nothing is computed with --values none"
         foretold = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
         return f"gains {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from keepbusy.cli import add_program, complain, need_pytorch, program_in, whole_number
+from keepbusy.cli import add_program, complain, hint_at_own_options, need_pytorch, program_in, whole_number
 from keepbusy.instrument.processes import make_folder
 from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.files import BadInput
@@ -106,6 +106,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     from keepbusy.virtual.device_memory import CONTEXT
 
     script, _ = program_in(options)
+    hint_at_own_options(options, add_arguments)
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
     chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NoReturn
 import keepbusy
 from keepbusy.cli import (
     MOST_RANKS,
-    add_clocks,
-    add_devices,
+    add_machine,
     add_program,
     add_what_if,
     add_workers,
     check_name,
     check_place,
     handed_on,
+    hint_at_own_options,
     listed,
     need_pytorch,
     program,
@@ -72,18 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
     """On what the program runs."""
-    add_devices(parser, "auto")
-    add_clocks(parser)
+    add_machine(parser, "auto")
     parser.add_argument(
         "--alike",
         action="store_true",
         help="of these ranks run the first alone, for all that do the same as it: a laptop is enough for 512",
-    )
-    parser.add_argument(
-        "--values",
-        choices=("real", "none"),
-        default="real",
-        help="none: compute nothing and touch no memory, so that large models run too; what is read is zero",
     )
 
 
@@ -152,6 +145,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.ranks > 1 and not options.alike:
         sys.exit(program.launch(options.ranks, _command(options)))
     program.meet()  # before any rank ends: what nobody has entered is stale
+    if not options.quiet and program.rank() == 0:  # a verb that starts a run asks for a quiet one
+        hint_at_own_options(options, add_arguments)
     streams = program.StandardStreams()
     if real:
         if options.fix and options.after is None:
