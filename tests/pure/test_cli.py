@@ -444,6 +444,17 @@ def test_compare_a_trace_with_itself(trace: str, capsys: pytest.CaptureFixture[s
     assert {cause["verdict"] for cause in json.loads(out)["causes"]} <= {"unchanged"}
 
 
+def test_several_saved_runs_are_runs_of_one_program(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What they differ by is the noise; traces with commas between them are ranks."""
+    for name, step in (("a1", "25"), ("a2", "30"), ("b1", "27"), ("b2", "29")):
+        ask(capsys, "explain", trace, "--plain-step", step, "--save", f"{name}.busy")
+    code, out, _ = ask(capsys, "compare", "a1.busy,a2.busy", "b1.busy,b2.busy", "--json")
+    said = json.loads(out)
+    assert (code, said["before"]["runs"], said["after"]["runs"]) == (0, 2, 2)
+    assert not said["step"]["significant"]
+    assert ask(capsys, "compare", "a1.busy,a2.busy", "b1.busy", "--fail-on", "slower")[0] == 0
+
+
 def test_two_saved_runs_are_shown_on_one_page(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("before.busy", "after.busy"):
         ask(capsys, "explain", trace, *PLAIN, "--save", name)

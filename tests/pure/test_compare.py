@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from build import loop
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted
 
+from keepbusy.explain import explain
 from keepbusy.explain.comparison import Change, Comparison, compare
-from keepbusy.explain.diagnosis import PlannedFix, Where
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
 from keepbusy.report.terminal import render_comparison
 from keepbusy.timeline.run_facts import RUN as RUN_KIND
-from keepbusy.timeline.run_facts import Part
+from keepbusy.timeline.run_facts import Course, Part, PlainRun
 
 MENDED = replace(
     STALLED,
@@ -39,7 +42,7 @@ def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
     assert done.predicted == COPY.predicted
     assert done.ledger["blocking_copy"].difference == -ms(20.1)
     text = render_comparison(done)
-    assert "A step takes 31.3 → 10.4 ms, 67% less (noise 1.3 ms)" in text
+    assert "A step takes 31.3 → 10.4 ms, 67% less (noise within a run 1.3 ms)" in text
     assert "Predicted was 31.3 → 8.9 ms (8.4–10.1)." in text
     assert "gone       blocking copy · fixing it gains 22.4 → 0 ms · train.py:3" in text
 
@@ -71,6 +74,63 @@ def test_a_difference_within_the_noise_of_both_is_no_difference() -> None:
     assert noise == ms(5)
     quiet = compare(replace(STALLED, noise=0), replace(STALLED, noise=0, plain_step=ms(31.5)))
     assert not quiet.step.significant
+
+
+def run_of(step: float, *stretches: float, **known: Any) -> Diagnosis:
+    """A run whose stretches took so long a step, one after the other."""
+    known |= {"plain_step": ms(step), "ledger": {"computing": ms(step)}, "stretches": tuple(map(ms, stretches))}
+    return replace(HEALTHY, noise=0, **known)
+
+
+def test_what_stretches_of_one_run_differ_by_is_noise() -> None:
+    """The machine is busy now and then: within each run its steps drift by more than the runs differ."""
+    done = compare(run_of(150, 120, 170, 140, 155), run_of(136, 150, 120, 130, 140))
+    assert done.step.noise > ms(14)
+    assert not done.step.significant
+    assert compare(run_of(150, 150, 151, 149, 150), run_of(136, 136, 137, 135, 136)).step.significant
+
+
+def test_a_run_knows_what_its_stretches_took() -> None:
+    """By its marks, as recorded on a GPU; or by all steps of a virtual run. Of few steps nothing is known."""
+    course = Course(step=tuple(ms(10 + number // 4) for number in range(32)))
+    marks = PlainRun("optimizer", 32, ms(13), ms(10), ms(17), course=course)
+    window = loop(lambda run: run.launch([1_000] * 3), 6)
+    assert explain(window.change_facts(plain_runs={0: marks})).stretches == tuple(ms(10 + one) for one in range(8))
+    assert explain(window).stretches == ()
+    steps = iter(range(100))
+    virtual = loop(lambda run: run.launch([1_000 + 1_000 * (next(steps) // 8)]).sync(), 64)
+    found = explain(virtual.change_facts(virtual=True)).stretches
+    assert len(found) == 8
+    assert sorted(found) == list(found)
+    assert explain(virtual).stretches == ()
+
+
+def test_of_two_single_runs_it_is_said_that_runs_may_differ_by_more() -> None:
+    done = compare(run_of(150), run_of(136))
+    assert "A step takes 150 → 136 ms, 9% less (noise within a run " in render_comparison(done)
+    assert "one run each" in done.notes[-1]
+    assert "compare a1.busy,a2.busy b1.busy,b2.busy" in done.notes[-1]
+    same = compare(run_of(150, is_modelled=True), run_of(136, is_modelled=True))
+    assert "(noise 1.5 ms)" in render_comparison(same)
+    assert same.notes == ()
+
+
+def test_what_repeated_runs_differ_by_is_noise() -> None:
+    """Two plain runs took 124 and 150 ms: 136 and 140 are no gain."""
+    done = compare([run_of(124), run_of(150)], [run_of(140), run_of(136)])
+    assert not done.step.significant
+    assert done.runs == (2, 2)
+    assert done.notes == ()
+    steady = compare([run_of(one) for one in (149, 151, 150)], [run_of(one) for one in (135, 137, 136)])
+    assert (steady.step.before, steady.step.after) == (ms(150), ms(136))
+    assert steady.step.significant
+    assert steady.step.noise == pytest.approx(ms(2.78 * (2 / 3) ** 0.5), rel=0.01)
+    assert "A step takes 150 → 136 ms, 9% less (noise 2.3 ms, of 3 and 3 runs)" in render_comparison(steady)
+
+
+def test_one_side_repeated_tells_the_noise_of_both() -> None:
+    assert not compare([run_of(124), run_of(150)], run_of(120)).step.significant
+    assert compare([run_of(149), run_of(150), run_of(151)], run_of(120)).step.significant
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import threading
 import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +465,13 @@ def test_a_recording_beside_it_does_not_wait_for_what_was_put_off(machine: Any) 
         marks.end()
         fixes.end()
     assert launched < finished / 2
+
+
+def test_chance_alone_seldom_stands_out() -> None:
+    """Of all the ways in which eight equal blocks may come to be longer or shorter, fewer than one in twenty does."""
+    orders = [TrialResult([*plain], [*{*range(8)} - {*plain}], range(3)) for plain in combinations(range(8), 4)]
+    assert sum(one.stands_out for one in orders) < 0.05 * len(orders)
+    assert any(one.stands_out for one in orders)
 
 
 def test_what_does_not_stand_out_of_a_busy_machine_is_no_gain() -> None:

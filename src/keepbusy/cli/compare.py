@@ -1,7 +1,8 @@
 """Say what changed between two runs, cause by cause.
 
 A and B are each a saved run.busy, a trace, a folder of traces, a quoted pattern ('before/rank*.json.gz'),
-or several of these with commas between them.
+or several of these with commas between them. Several saved runs are runs of the same program: what they differ
+by is noise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import keepbusy
 from keepbusy.cli import (
+    SAVED,
     check_place,
     complain,
     expand,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   keepbusy compare before.busy after.busy
+  keepbusy compare before1.busy,before2.busy after1.busy,after2.busy
   keepbusy compare before/ after/ --json
   keepbusy compare before.busy after.busy --page changed.html
   keepbusy compare before.busy after.busy --fail-on slower,new-sync
@@ -72,12 +75,12 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
     if options.page:
         check_place(options.page)
-    before, after = (_timeline(one, options.quiet) for one in (options.before, options.after))
-    done = compare(*(keepbusy.explain(one, turns=options.page is not None) for one in (before, after)))
+    runs = [_runs(one, options.quiet) for one in (options.before, options.after)]
+    done = compare(*([keepbusy.explain(one, turns=options.page is not None) for one in same] for same in runs))
     if options.page:
         write_comparison(done, options.page, options.before, options.after)
     told = rendered_comparison(done, options.json)
-    failures = [*_failures(options.fail_on, done, before, after)]
+    failures = [*_failures(options.fail_on, done, runs[0][0], runs[1][0])]
     if not failures:
         return (told, "\n")
     print_parts((told, "\n"))
@@ -96,6 +99,9 @@ def _failures(asked: Sequence[str], done: Comparison, before: Timeline, after: T
             yield f"new-sync: {sentence}."
 
 
-def _timeline(argument: str, quiet: bool) -> Timeline:
+def _runs(argument: str, quiet: bool) -> list[Timeline]:
+    """Each saved run is one; traces are the ranks of one."""
+    paths = expand(listed(argument))
+    alone = [[path] for path in paths] if all(path.suffix == SAVED for path in paths) else [paths]
     with progress(quiet) as on_progress:
-        return open_timeline(expand(listed(argument)), on_progress)
+        return [open_timeline(each, on_progress) for each in alone]

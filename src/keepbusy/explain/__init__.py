@@ -117,6 +117,7 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
         run=facts.run,
         one_turn=not step,
         cut_short=facts.cut_short,
+        stretches=_stretches(timeline),
     )
     return replace(told, plan=plan_of_run(told, facts.loaders))
 
@@ -148,6 +149,8 @@ def _explained(
         one_turn=whole.facts.runs_once,
         trains=not (timeline.facts.virtual and timeline.facts.loop) or has_steps(timeline),
         cut_short=timeline.facts.cut_short,
+        stretches=_stretches(timeline),
+        is_modelled=timeline.facts.modelled,
         plan=plan,
         run=run,
         loops=_loops(timeline, workers, run, turns),
@@ -166,6 +169,21 @@ def _explained(
         plan = plan_of_run(told, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
     causes = tuple(_as_planned(one, plan) for one in told.causes)
     return replace(told, plan=plan, causes=causes, harmless=without_planned(told.harmless, (*told.plan, *plan)))
+
+
+_STRETCHES = 8
+
+
+def _stretches(timeline: Timeline) -> tuple[int, ...]:
+    """The median step in each eighth of the run, where most of its steps were timed: how far the machine drifts."""
+    facts, steps = timeline.facts, np.zeros(0, np.int64)
+    if facts.plain_runs:
+        steps = np.array(next(iter(facts.plain_runs.values())).course.step, np.int64)
+    elif facts.virtual and len(timeline.marks):
+        steps = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
+    if len(steps) < 2 * _STRETCHES:
+        return ()
+    return tuple(round(float(np.median(part))) for part in np.array_split(steps, _STRETCHES))
 
 
 def _notes(whole: Timeline, story: Story, plain_given: bool) -> tuple[str, ...]:

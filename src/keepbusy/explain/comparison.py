@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import hypot
+from math import hypot, sqrt
 from pathlib import PurePath
+from statistics import stdev, variance
 
 from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, PlannedFix, Prediction, Where
 
 GONE, SMALLER, UNCHANGED, LARGER, NEW = "gone", "smaller", "unchanged", "larger", "new"
 _LEAST_NOISE = 0.01
 """Of the longer step: two runs of one program differ by this much on the quietest machine."""
+_TWO_SIDED = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Student's t for 19 of 20 cases, by degrees of freedom from 1 on."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,24 @@ class Comparison:
     foretold: Prediction | None = None  # the step, by the fixes that were made
     run: Change | None = None  # the whole run, where both were watched
     run_foretold: int = 0
+    runs: tuple[int, int] = (1, 1)  # how many of the program before and of the one after
+
+    @property
+    def knows_runs_differ(self) -> bool:
+        """Whether it is known what runs of the same program differ by: more than one was given, or all are the same."""
+        return self.runs != (1, 1) or (self.before.is_modelled and self.after.is_modelled)
 
     @property
     def made(self) -> tuple[PlannedFix, ...]:
         return tuple(one.fix for one in self.plan if one.made)
 
 
-def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
-    """Hold the run after against the run before."""
-    # of a difference: the noises of both, which are independent
-    least = _LEAST_NOISE * max(before.plain_step, after.plain_step)
-    noise = round(max(hypot(before.noise, after.noise), least))
+def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence[Diagnosis]) -> Comparison:
+    """Hold the run after against the run before; of several runs of one program the one in the middle, with what they
+    differ by for its noise."""
+    befores, afters = ([one] if isinstance(one, Diagnosis) else [*one] for one in (before, after))
+    before, after = _middle(befores), _middle(afters)
+    noise, runs = _noise_between(befores, afters), (len(befores), len(afters))
     ledger = {
         place: Change(before.ledger.get(place, 0), after.ledger.get(place, 0), noise)
         for place in PLACES
@@ -95,12 +105,33 @@ def compare(before: Diagnosis, after: Diagnosis) -> Comparison:
         ledger,
         causes,
         _predicted(before, {change.cause for change in causes if change.verdict == GONE}),
-        tuple(_notes(before, after)),
+        tuple(_notes(before, after, runs)),
         plan,
         _by_what_was_made(before, [one.fix for one in plan if one.made]),
         run,
         run.before - saved if run else 0,
+        runs,
     )
+
+
+def _middle(runs: Sequence[Diagnosis]) -> Diagnosis:
+    return sorted(runs, key=lambda run: run.plain_step)[(len(runs) - 1) // 2]
+
+
+def _noise_between(befores: Sequence[Diagnosis], afters: Sequence[Diagnosis]) -> int:
+    """What two runs of the same program differ by, in 19 of 20 cases: by its repeated runs where there are any, else by
+    what stretches of one run do."""
+    least = _LEAST_NOISE * max(run.plain_step for run in (*befores, *afters))
+    free = len(befores) + len(afters) - 2
+    if free:
+        squares = sum(
+            variance([run.plain_step for run in runs]) * (len(runs) - 1) for runs in (befores, afters) if runs[1:]
+        )
+        spread = sqrt(squares / free * (1 / len(befores) + 1 / len(afters)))
+        return round(max(_TWO_SIDED[min(free, len(_TWO_SIDED)) - 1] * spread, least))
+    [before], [after] = befores, afters
+    drift = [stdev(run.stretches) if run.stretches[1:] else 0.0 for run in (before, after)]
+    return round(max(hypot(before.noise, after.noise), 2 * hypot(*drift), least))
 
 
 def _asked_for(fix: PlannedFix, before: Diagnosis, after: Diagnosis) -> bool:
@@ -156,7 +187,7 @@ def _predicted(before: Diagnosis, gone: set[str]) -> Prediction | None:
     return next((cause.predicted for cause in before.causes if {cause.cause} == gone), None)
 
 
-def _notes(before: Diagnosis, after: Diagnosis) -> Iterator[str]:
+def _notes(before: Diagnosis, after: Diagnosis, runs: tuple[int, int]) -> Iterator[str]:
     if not (before.plain_given and after.plain_given):
         one = "before" if after.plain_given else "after"
         neither = not before.plain_given and not after.plain_given
@@ -172,3 +203,9 @@ def _notes(before: Diagnosis, after: Diagnosis) -> Iterator[str]:
         yield f"the runs were made on different devices: {before.device or 'unknown'}, {after.device or 'unknown'}"
     if len(before.ranks) != len(after.ranks):
         yield f"the runs have different numbers of ranks: {len(before.ranks)}, {len(after.ranks)}"
+    if runs == (1, 1) and not (before.is_modelled and after.is_modelled):
+        yield (
+            "this is one run each, so how much runs of the same program differ is not known: on a busy machine it may "
+            "be more than the noise within a run; record each twice or more and give all of them: "
+            "keepbusy compare a1.busy,a2.busy b1.busy,b2.busy"
+        )

@@ -355,6 +355,8 @@ class Diagnosis:
     rare: tuple[RareStep, ...] = ()  # of these runs' rare stalls, those that were looked at
     later: ChangedSteps | None = None
     cut_short: CutShort | None = None  # what ended the run before its own end
+    stretches: tuple[int, ...] = ()  # the median step of each of some equal parts of the run, in their order
+    is_modelled: bool = False  # its times are the same in every run
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them
     draw: Callable[[], Turns] | None = field(default=None, compare=False, repr=False)  # for who wants to later
 

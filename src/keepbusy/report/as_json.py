@@ -262,8 +262,8 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
     run = comparison.run
     return {
         "version": VERSION,
-        "before": _side(comparison.before),
-        "after": _side(comparison.after),
+        "before": _side(comparison.before, comparison.runs[0]),
+        "after": _side(comparison.after, comparison.runs[1]),
         "step": _change(comparison.step),
         "ledger": {name: _change(change) for name, change in comparison.ledger.items()},
         "causes": [
@@ -295,8 +295,9 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _side(side: Diagnosis) -> dict[str, Any]:
+def _side(side: Diagnosis, runs: int) -> dict[str, Any]:
     return {
+        "runs": runs,
         "sources": list(side.sources),
         "device": side.device,
         "ranks": [int(rank) for rank in side.ranks],

@@ -502,7 +502,7 @@ def _changes(comparison: Comparison, width: int, colour: bool = False) -> Iterat
     sides = " → ".join(words.files(side.sources) or "a run" for side in (comparison.before, comparison.after))
     yield line(("keepbusy", STRONG), (f" · {sides}", FAINT))
     yield _BLANK
-    yield _step_changed(comparison.step)
+    yield _step_changed(comparison)
     yield from _predicted(comparison) if not comparison.foretold else ()
     yield from _fixes_made(comparison)
     yield _BLANK
@@ -516,13 +516,17 @@ def _changes(comparison: Comparison, width: int, colour: bool = False) -> Iterat
         yield line(("note    ", FAINT), tame(note))
 
 
-def _step_changed(step: Change) -> RenderableType:
+def _step_changed(comparison: Comparison) -> RenderableType:
+    step, known = comparison.step, comparison.knows_runs_differ
+    noise = f" (noise {duration(step.noise)})" if known else f" (noise within a run {duration(step.noise)})"
+    if comparison.runs != (1, 1):
+        noise = f" (noise {duration(step.noise)}, of {comparison.runs[0]} and {comparison.runs[1]} runs)"
     if not step.significant:
         same = f"The step is the same within noise: {figures.transition(step.before, step.after)}"
-        return line((same, STRONG), (f" (noise {duration(step.noise)})", FAINT))
-    style = _BETTER if step.difference < 0 else _WORSE
+        return line((same, STRONG), (noise, FAINT))
+    style = (_BETTER if step.difference < 0 else _WORSE) if known else STRONG
     gain = f"{figures.transition(step.before, step.after)}, {figures.change(step.before, step.after)}"
-    return line("A step takes ", (gain, style), (f" (noise {duration(step.noise)})", FAINT))
+    return line("A step takes ", (gain, style), (noise, FAINT))
 
 
 def _predicted(comparison: Comparison) -> Iterator[RenderableType]:
