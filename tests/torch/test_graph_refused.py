@@ -78,7 +78,7 @@ def test_too_many_shapes_are_named() -> None:
     step = graph(whole(model, adam(model)))
     told = refusal(step, [next(batches(1, size=size)) for _ in range(3) for size in range(2, 12)])
     assert "it keeps 8 graphs, and an input of shape (2, 8) would need another; pad inputs" in told
-    assert step.report().startswith("step: 8 replayed, 8 captured, 14 eager; ")
+    assert step.report().startswith("step: 0 replayed, 8 compared, 8 captured, 14 eager; ")
 
 
 weight = 1.0
@@ -121,7 +121,7 @@ def test_a_counter_named_as_a_method_is_not_read(monkeypatch) -> None:
     for number, (x, y) in enumerate(batches(14)):
         monkeypatch.setitem(globals(), "step", number)
         graphed(x, y)
-    assert graphed.report().startswith("train: 10 replayed, 1 captured, 3 eager")
+    assert graphed.report().startswith("train: 5 replayed, 5 compared, 1 captured, 3 eager")
 
 
 def test_a_backward_pass_outside_stays_possible_and_is_named() -> None:

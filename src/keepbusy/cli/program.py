@@ -28,7 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from keepbusy.cli import line_of, screen
-from keepbusy.instrument.processes import KeptDescriptor, make_folder
+from keepbusy.instrument.processes import KeptDescriptor, high_copy, make_folder
 from keepbusy.instrument.script import flush
 from keepbusy.timeline.files import BadInput, lock, remove_stale, write_whole
 from keepbusy.timeline.model import Timeline

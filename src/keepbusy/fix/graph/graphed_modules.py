@@ -36,6 +36,7 @@ from keepbusy.fix.live.switch import CHECKED, FixSwitch, is_ours, ours, same_bit
 from keepbusy.instrument.patches import Function, Patches, left_alone
 from keepbusy.runtime.graph.captured_call import StepCall, Uncapturable
 from keepbusy.runtime.graph.names_read import PLAIN
+from keepbusy.runtime.module_parts import own_weights, submodules
 
 _CALLS_SEEN = 100
 """After so many calls nobody looks for further modules, or for one to be called as usual: each look costs a moment."""
@@ -120,7 +121,7 @@ class GraphedModules:
 
     def take_parts(self, module: nn.Module) -> None:
         """In place of a module that cannot be a launch the modules that it calls."""
-        for part in module.children():
+        for part in filter(None, module._modules.values()):
             if getattr_static(type(part), "forward") is nn.Module.forward:  # a list of them
                 self.take_parts(part)
             else:
@@ -207,7 +208,8 @@ class GraphedModule:
 
 
 def _is_trained(module: nn.Module) -> bool:
-    weight = next(module.parameters(), None) if torch.is_grad_enabled() else None
+    weights = (weight for part in submodules([module]) for weight in own_weights(part))
+    weight = next(weights, None) if torch.is_grad_enabled() else None
     return weight is not None and weight.is_cuda
 
 
@@ -294,7 +296,7 @@ class GraphedCall:
         self._ahead = WayBack(outputs, [one for one in call.tensors if one.grad_fn is not None], since)
         self._whole = None
         self._all.looked_at.append(self)
-        weights = (one for part in self._reads.modules() for one in part.parameters(recurse=False))
+        weights = (weight for part in self._reads.modules() for weight in own_weights(part))
         self._weights = {id(one): one for one in weights if one.requires_grad}
         known = self._weights.keys() | {id(one) for one in call.tensors}
         self._is_alone = self._ahead.is_closed and self._ahead.leaves.keys() <= known

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from types import CodeType, FrameType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -26,8 +25,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from keepbusy.runtime.graph.module_state import ModuleState
 from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.user_lines import OURS, TORCH, line_text
+from keepbusy.runtime.module_parts import submodules
 
 _PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
@@ -62,7 +63,6 @@ _C_MODULES = {"math", "cmath", "itertools", "_functools", "functools", "_operato
 _FIXED = torch.device | torch.dtype | torch.Size | torch.layout | torch.memory_format
 """Made of tensors, and never changed."""
 _CONTAINERS = (tuple, list, dict, set, frozenset, OrderedDict, deque)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARTS = ("_modules", "_parameters", "_buffers")
 _SETTINGS = (
     torch.get_default_dtype,
@@ -90,41 +90,6 @@ def _kind_of(file: str) -> int:
     if file.startswith(_INSTALLED):
         return _OF_PYTHON if file.startswith(_NUMPY) else _OF_PROGRAM
     return _OF_PYTHON if file.startswith(_PYTHON) else _OF_PROGRAM
-
-
-class ModuleState:
-    """Numbers, parts, weights and hooks of modules: asked for all at once."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules, held = modules, [vars(one) for one in modules]
-        self._parts = [parts[name] for parts in held for name in _PARTS]
-        self._tensors = [one for parts in self._parts for one in parts.values() if isinstance(one, Tensor)]
-        of_all = [(name, one) for name, one in vars(nn.modules.module).items() if name.startswith("_global_")]
-        named = [(name, parts[name]) for parts in held for name in _HOOKS if name in parts]
-        self._hooks = [(name, one) for name, one in (*of_all, *named) if isinstance(one, dict)]
-        self._forwards = [(parts, type(one)) for parts, one in zip(held, modules, strict=True)]
-        plain = [([name for name, value in parts.items() if type(value) in PLAIN], parts) for parts in held]
-        self._numbers = [(itemgetter(*names), parts) for names, parts in plain if names]
-
-    def finding(self) -> str:
-        if any(isinstance(one, torch.jit.ScriptModule) for one in self._modules):
-            return "it is TorchScript"
-        if any(one.layout is not torch.strided for one in self._tensors):
-            return "it holds sparse tensors"
-        of_weights = (one._backward_hooks or one._post_accumulate_grad_hooks for one in self._tensors)
-        if any(of_weights) or any(one for name, one in self._hooks if "backward" in name):
-            return "it has hooks in its backward pass"
-        return ""
-
-    def now(self) -> tuple[Any, ...]:
-        return (
-            *[held(parts) for held, parts in self._numbers],
-            *map(id, chain.from_iterable(map(dict.values, self._parts))),
-            *map(Tensor.data_ptr, self._tensors),
-            *[(one.requires_grad, one._backward_hooks, one._post_accumulate_grad_hooks) for one in self._tensors],
-            *[len(one) for _, one in self._hooks],
-            *[(parts.get("forward"), kind.forward) for parts, kind in self._forwards],
-        )
 
 
 class HostReads:
@@ -165,19 +130,17 @@ class HostReads:
         """What it reads, as a value that can be compared."""
         try:
             return (
-                self._of_modules.now(),
+                *self._of_modules.numbers(),
+                *self._of_modules.places(),
                 *[ask() for ask in _SETTINGS],
                 *[_content(_reached(root, path)) for root, path in self._others],
             )
         except KeyError:  # an attribute is gone
             return ()
 
-    def is_on_device(self) -> bool:
-        return any(weight.is_cuda for one in self._modules for weight in one.parameters())
-
     def modules(self) -> list[nn.Module]:
         """All that takes part."""
-        return list(dict.fromkeys(part for one in self._modules for part in one.modules()))
+        return submodules(self._modules)
 
     def _settle(self) -> None:
         self._refuse_numbers_around()

@@ -223,7 +223,7 @@ class Inputs:
 
     def note_writes(self) -> None:
         """After the capture: which arguments the step writes to."""
-        self._written = [
+        self.written = [
             place
             for place, (one, version) in enumerate(zip(self.static, self._versions, strict=True))
             if one._version != version
@@ -231,7 +231,7 @@ class Inputs:
 
     def hand_back(self, tensors: list[Tensor]) -> None:
         """A step that writes to its arguments finds them written."""
-        for place in self._written:
+        for place in self.written:
             tensors[place].copy_(self.static[place])
 
 
@@ -249,6 +249,7 @@ class CapturedCall:
     ) -> None:
         self._graph, self._inputs, self._outputs, self._gradients = graph, inputs, outputs, gradients
         self.pattern = pattern
+        self.replays = 0
         self._alive = alive  # what the graph reads without owning it
 
     def replay(self, tensors: list[Tensor]) -> Any:
@@ -265,9 +266,20 @@ class CapturedCall:
         self._inputs.wait()
         return returned
 
+    def written_to(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The arguments that the step writes to."""
+        return [tensors[place] for place in self._inputs.written]
+
+    def take_gradients(self) -> None:
+        """Those that an eager call has left go where a replay leaves them."""
+        for leaf, _, exit_, _ in self._gradients:
+            if exit_ is not None and leaf.grad is not None and leaf.grad is not exit_:
+                exit_.copy_(leaf.grad)
+                leaf.grad = exit_
+
 
 def capture_call(call: StepCall, eager: EagerStream, participants: Participants, alive: list[Any]) -> CapturedCall:
-    """Nothing of the call has happened then; raises Uncapturable with everything as it was."""
+    """Nothing of the call has happened on the device then; raises Uncapturable with everything as it was."""
     call.check()
     inputs, restores = Inputs(call.tensors), rollback_to_now(participants)
     try:

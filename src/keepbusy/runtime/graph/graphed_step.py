@@ -15,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -24,28 +23,39 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, Uncapturable, capture_call
-from keepbusy.runtime.graph.host_state import HostState, StateKey, first_change, settings
-from keepbusy.runtime.graph.names_read import PLAIN, NameRead, constant, names_of
+from keepbusy.runtime.graph.host_state import HostChange, HostState, StateKey, changes_between, settings
+from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
+from keepbusy.runtime.graph.named_values import NamedValues
+from keepbusy.runtime.graph.names_read import PLAIN, StepNames
 from keepbusy.runtime.graph.participants import Participants
+from keepbusy.runtime.graph.replay_check import COMPARED_FIRST, WrittenTensors, is_compared, replay_compared
 from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
+from keepbusy.runtime.module_parts import submodules
 
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
-_CODE_TYPES = (FunctionType, BuiltinFunctionType, ModuleType, type)
-"""What a name may stand for and nobody rebinds."""
 
 
 class GraphKey:
-    """What besides its arguments decides what a step does: modes, settings, names that it reads, where its weights lie.
+    """What besides its arguments decides what a step does: modes, settings, what it reads, where its weights lie.
 
     All of it is constant in a graph. So it is read before each replay, and another graph is taken where it differs.
     """
 
-    def __init__(self, participants: Participants, names: list[NameRead], rates: LearningRates) -> None:
-        self._modules, self._optimizers = [*participants.modules], [*participants.optimizers]
-        self._names = [name for name in names if not isinstance(name.read(), _CODE_TYPES)]
-        self._rates = rates
+    def __init__(self, participants: Participants, names: StepNames, rates: LearningRates) -> None:
+        self._participants, self._optimizers = participants, [*participants.optimizers]
+        self._named, self._words, self._rates = NamedValues(names), names.words, rates
         self._leaves: dict[int, Tensor] = {}
+        self.renew()
+
+    def renew(self) -> None:
+        """The modules that there are now."""
+        modules = submodules([*self._participants.modules, *self._named.modules()])
+        self._of_modules = ModuleState(modules, self._is_read)
+
+    def _is_read(self, module: torch.nn.Module, name: str) -> bool:
+        kind: Any = type(module)
+        return name in self._words or name in read_by_class(kind)
 
     def add(self, leaves: list[Tensor]) -> None:
         """Tensors that gather gradients in the step."""
@@ -60,26 +70,27 @@ class GraphKey:
         return (
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            tuple([module.training for module in self._modules]),
+            self._of_modules.numbers(),
             tuple([one.grad is None for one in self._leaves.values()]),
             *[
                 settings({**group, "lr": None} if self._rates.moves(group) else group)
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
-            *[constant(name.read()) for name in self._names],
+            *self._named.read(),
         )
 
     def addresses(self) -> tuple[Any, ...]:
         """Where weights and optimizer state lie. When they have moved, no graph is of use any more."""
         return (
+            self._of_modules.places(),
             *[one.data_ptr() for one in self._leaves.values()],
             *[id(optimizer.state) for optimizer in self._optimizers],
         )
 
     def held(self) -> list[Any]:
         """What a graph may read without owning it, to be kept alive for it."""
-        return [*[name.read() for name in self._names], *[optimizer.state for optimizer in self._optimizers]]
+        return [*self._named.held(), *[optimizer.state for optimizer in self._optimizers]]
 
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""
@@ -87,10 +98,10 @@ class GraphKey:
         fixed = [
             "whether gradients are on",
             "autocast",
-            "whether modules are in training",
+            "a mode or a number of a module",
             "which gradients are cleared",
         ]
-        return [*fixed, *groups, *[f"`{name.label}`" for name in self._names]]
+        return [*fixed, *groups, *self._named.labels()]
 
 
 class Rehearsal:
@@ -106,10 +117,10 @@ class Rehearsal:
 
     def __init__(self, eager: EagerStream) -> None:
         self.participants, self.finding = Participants(), ""
-        self._eager, self._names = eager, names_of(eager.step)
+        self._eager = eager
         self._calls = [self._first_call, self._second_call, self._third_call]
         self._trained: list[Tensor] | None = None
-        self._differs: StateKey | None = None
+        self._changes: list[HostChange] = []
         self._returned: tuple[Any, Any] = (None, None)
 
     @property
@@ -129,17 +140,19 @@ class Rehearsal:
         distributed = [type(one).__name__ for one in self.participants.modules if _talks_to_other_ranks(one)]
         if distributed:
             self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
-        elif differentiable(returned) and not gradients.held():
+        elif differentiable(returned) and not gradients.went_back:
             self.finding = "its backward pass comes later, where a replay has no part; call backward inside the step"
         return returned if self.finding else detached(returned)
 
     def _second_call(self, call: StepCall) -> Any:
-        self._host = HostState(self.participants, self._names)
-        before = self._host.read()
-        with self.participants.watching() as gradients:
+        self._names = StepNames(self._eager.step, self.participants.modules)
+        self.host = HostState(self.participants, self._names)
+        self.written = WrittenTensors(self.participants, self.host)
+        before = self.host.read()
+        with self.participants.watching() as gradients, self.written.watching():
             returned = detached(self._eager.run(call))
         self._trained = [one.leaf for one in gradients.held()]  # before the loop clears what the step has left
-        self._differs = first_change(before, self._host.read())
+        self._changes = changes_between(before, self.host.read())
         kind, first = self._returned
         second = constants_of(returned)
         if kind == call.kind and first != second:
@@ -147,8 +160,8 @@ class Rehearsal:
         return returned
 
     def _third_call(self, call: StepCall) -> Any:
-        if self._differs is not None:
-            return self._find_line(call, self._differs)
+        if self._changes:
+            return self._find_line(call)
         if self._trained is not None:  # else the call failed, and this is another
             self.rates = LearningRates([*self.participants.optimizers])
             self.key = GraphKey(self.participants, self._names, self.rates)
@@ -156,20 +169,20 @@ class Rehearsal:
             self.rates.count_on_device()
             self._trained = None
         self.kind = (*call.kind, *self.key.kind())
-        with self.rates.on_device():
+        with self.rates.on_device(), self.written.watching():
             return detached(self._eager.run(call))
 
-    def _find_line(self, call: StepCall, differs: StateKey) -> Any:
+    def _find_line(self, call: StepCall) -> Any:
         """What changes once and not again was made when it was first needed, or by another thread."""
-        before = self._host.read()
-        tracer = LineTracer(lambda: self._host.read()[differs])
+        traced, before = self._changes[0], self.host.read()
+        tracer = LineTracer(self.host.reader(traced.key))
         returned = detached(tracer.run(lambda: self._eager.run(call)))
-        if self._host.read()[differs] == before[differs]:
-            self._differs = None
+        again, known = changes_between(before, self.host.read()), {change.key for change in self._changes}
+        if any(change.key == traced.key for change in again):
+            self.finding = f"at {tracer.found} it {traced.why}" if tracer.found else f"it {traced.why}"
+        else:
+            self._changes = [change for change in again if change.key in known]
             self._calls.append(self._third_call)
-            return returned
-        at, what = f"at {tracer.found} " if tracer.found else "", differs[0]
-        self.finding = f"{at}it changes {what} on the host, where a replay does nothing; move that out of the step"
         return returned
 
 
@@ -200,11 +213,17 @@ class StepGraphs:
     ) -> None:
         self._eager_stream, self._tally, self._warn = eager, tally, warn
         self._participants, self._rates, self._key = rehearsal.participants, rehearsal.rates, rehearsal.key
+        self._host, self._written = rehearsal.host, rehearsal.written
         self._stream = torch.cuda.current_stream()
+        self.finding = ""
+        """Why calls are eager from here on. The call that showed it was made as written."""
+        self._moves = 0
+        self._changed: dict[Any, set[StateKey]] = {}
         self._forget()
         self._capturable[rehearsal.kind] = True
 
     def _forget(self) -> None:
+        self._key.renew()
         self._addresses = self._key.addresses()
         self._captured: dict[Any, CapturedCall] = {}
         self._recent: tuple[CapturedCall, Any] | None = None
@@ -217,19 +236,23 @@ class StepGraphs:
         if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
             current.wait_stream(self._stream)
             self._stream = current
-        if self._rates.moved() or self._key.addresses() != self._addresses:
+        has_moved = self._key.addresses() != self._addresses
+        if self._rates.moved() or has_moved:
             self._forget()
+            self._moves += has_moved
+            if self._moves > GRAPHS_PER_STEP:
+                raise Uncapturable("its weights, buffers or modules are others again and again; write to them in place")
         around = self._key.kind()
         if self._recent is not None and self._recent[1] == around:
             tensors = self._recent[0].pattern.tensors_of(given)
             if tensors is not None:
-                return self._replay(self._recent[0], tensors)
+                return self._replay(self._recent[0], given, tensors)
         call = StepCall(*given)
         kind = (*call.kind, *around)
         captured = self._captured.get(kind)
         if captured is not None:
             self._recent = captured, around
-            return self._replay(captured, call.tensors)
+            return self._replay(captured, given, call.tensors)
         match self._capturable.get(kind):
             case None:
                 return self._first(call, kind)
@@ -237,43 +260,75 @@ class StepGraphs:
                 return self._capture(call, kind)
         return self._eager(call)
 
-    def _replay(self, captured: CapturedCall, tensors: list[Tensor]) -> Any:
+    def _replay(self, captured: CapturedCall, given: Any, tensors: list[Tensor]) -> Any:
         self._rates.send()
+        captured.replays += 1
+        if is_compared(captured.replays):
+            return self._compare(captured, StepCall(*given))
         self._tally["replayed"] += 1
         return captured.replay(tensors)
 
+    def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
+        try:
+            returned, finding = replay_compared(captured, call, self._as_written, self._written, self._host)
+        except torch.OutOfMemoryError:
+            if captured.replays <= COMPARED_FIRST:
+                raise Uncapturable("there is too little memory to compare a replay with an eager call") from None
+            self._tally["replayed"] += 1
+            return captured.replay(call.tensors)
+        self._tally["eager" if finding else "compared"] += 1
+        self.finding = finding
+        return returned
+
     def release(self) -> None:
-        """Optimizers as the user made them."""
+        """Optimizers as the user made them, and memory as it was."""
         self._rates.count_on_host()
+        self._captured, self._recent = {}, None
+
+    def _as_written(self, call: StepCall) -> Any:
+        with self._rates.on_device():
+            return detached(self._eager_stream.run(call))
 
     def _eager(self, call: StepCall) -> Any:
         self._tally["eager"] += 1
-        with self._rates.on_device():
-            return detached(self._eager_stream.run(call))
+        return self._as_written(call)
 
     def _first(self, call: StepCall, kind: Any) -> Any:
         if len(self._capturable) >= GRAPHS_PER_STEP:
             self._warn_full(call, kind)
             return self._eager(call)
-        self._capturable[kind] = True
-        with self._participants.watching() as gradients:
+        before = self._host.read()
+        with self._participants.watching() as gradients, self._written.watching():
             returned = self._eager(call)
+        changes, known = changes_between(before, self._host.read()), self._changed.get(kind, set())
+        again = next((change for change in changes if change.key in known), None)
+        if again:
+            self._warn(f"eagerly for some arguments: it {again.why}")
+        if again or not changes:
+            self._capturable[kind] = not again
+        self._changed[kind] = {change.key for change in changes}
         self._key.add([one.leaf for one in gradients.held()])
+        self._key.renew()
         self._addresses = self._key.addresses()
         return returned
 
     def _capture(self, call: StepCall, kind: Any) -> Any:
+        before = self._host.read()
         try:
-            with self._rates.on_device():
-                captured = capture_call(call, self._eager_stream, self._participants, self._key.held())
+            with self._rates.on_device(), self._written.watching(is_captured=True):
+                captured = capture_call(call, self._eager_stream, self._participants, [before, *self._key.held()])
         except Uncapturable as reason:
             if not self._captured:
                 raise
             self._capturable[kind] = False
             self._warn(f"eagerly for some arguments: {reason}")
             return self._eager(call)
-        self._captured[kind] = captured
         self._tally["captured"] += 1
+        changes = changes_between(before, self._host.read())
+        if changes:  # this once the graph does what its capture did on the host
+            self.finding = f"it {changes[0].why}"
+        else:
+            self._captured[kind] = captured
         return captured.replay_filled(call.tensors)
 
     def _warn_full(self, call: StepCall, kind: Any) -> None:
@@ -319,12 +374,13 @@ class Graphed(Generic[P, R]):
 
     @property
     def replays(self) -> int:
-        """How many calls were replayed."""
-        return self._tally["replayed"]
+        """How many calls were replayed, those among them that were compared with an eager call."""
+        return self._tally["replayed"] + self._tally["compared"]
 
     def report(self) -> str:
         """How its calls were run, and why not otherwise."""
-        counts = ", ".join(f"{self._tally[name]} {name}" for name in ("replayed", "captured", "eager"))
+        names = ("replayed", *["compared"] * bool(self._tally["compared"]), "captured", "eager")
+        counts = ", ".join(f"{self._tally[name]} {name}" for name in names)
         return f"{self._name}: {counts}" + (f"; {self._why}" if self._why else "")
 
     def _first(self, *arguments: Any, **options: Any) -> Any:
@@ -353,12 +409,17 @@ class Graphed(Generic[P, R]):
         return returned
 
     def _replay(self, *arguments: Any, **options: Any) -> Any:
+        graphs = self._graphs
         try:
-            return self._graphs.run((arguments, options))
+            returned = graphs.run((arguments, options))
         except Uncapturable as reason:
-            self._graphs.release()
+            graphs.release()
             self._give_up(str(reason))
-        return self._eager(*arguments, **options)
+            return self._eager(*arguments, **options)
+        if graphs.finding:
+            graphs.release()
+            self._give_up(graphs.finding)
+        return returned
 
     def _give_up(self, reason: str) -> None:
         self._warn(f"eagerly: {reason}")

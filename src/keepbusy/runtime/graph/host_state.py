@@ -8,13 +8,16 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.optim.optimizer import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from keepbusy.runtime.graph.names_read import PLAIN, NameRead, constant, container_size
+from keepbusy.runtime.graph.names_read import PLAIN, NameRead, StepNames, constant
 from keepbusy.runtime.graph.participants import Participants
+from keepbusy.runtime.graph.reachable import ObjectState, TensorState, held_as, reach, state_of
 
 
 def random_state() -> tuple[Any, ...]:
@@ -28,48 +31,94 @@ StateKey: TypeAlias = tuple[str, int]
 """What a person calls it, and whose it is."""
 
 
-class _SameObject:
-    """Equal to nothing but the same object, which it keeps alive meanwhile."""
-
-    def __init__(self, held: object) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameObject) and self.held is other.held
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class HostState:
     """Reads everything that a step may change there."""
 
-    def __init__(self, participants: Participants, names: list[NameRead]) -> None:
-        self._modules, self._optimizers = [*participants.modules], [*participants.optimizers]
-        self._schedulers, self._scalers = [*participants.schedulers], [*participants.scalers]
-        self._names = names
+    def __init__(self, participants: Participants, names: StepNames) -> None:
+        self._participants, self._names = participants, names
 
     def read(self) -> dict[StateKey, Any]:
-        return dict(self._items())
+        return {key: read() for key, read in self._readers()}
 
-    def _items(self) -> Iterator[tuple[StateKey, Any]]:
-        yield ("the random numbers of the host", 0), random_state()
-        for name in self._names:
-            value = name.read()
-            yield (f"`{name.label}`", 0), (constant(value), container_size(value))
-        for module in self._modules:
-            yield from _of_module(module)
-        for optimizer in self._optimizers:
-            yield from _of_optimizer(optimizer)
-        for scheduler in self._schedulers:
-            yield (f"the epoch of {type(scheduler).__name__}", id(scheduler)), getattr(scheduler, "last_epoch", None)
-        for scaler in self._scalers:
-            stages = [str(one["stage"]) for one in scaler._per_optimizer_states.values()]
-            yield ("the stage of GradScaler", id(scaler)), stages
+    def reader(self, key: StateKey) -> Callable[[], Any]:
+        """What reads this alone."""
+        return dict(self._readers())[key]
+
+    def reached(self) -> list[tuple[str, Any]]:
+        """Every object that the step may find, and what a person calls it."""
+        found = self._participants
+        named = [(name.label, name.read()) for name in self._names.reads]
+        others = (*found.modules, *found.optimizers, *found.schedulers, *found.scalers)
+        return reach(named, [(type(one).__name__, one) for one in others])
+
+    def _readers(self) -> Iterator[tuple[StateKey, Callable[[], Any]]]:
+        yield ("the random numbers of the host", 0), random_state
+        for place, name in enumerate(self._names.reads):
+            yield (f"`{name.label}`", place), partial(_binding, name)
+        counters: set[int] = set()
+        for optimizer in self._participants.optimizers:
+            kind = type(optimizer).__name__
+            yield (f"the settings of {kind}", id(optimizer)), partial(_all_settings, optimizer)
+            if "capturable" in optimizer.defaults:  # it will count on the device
+                counters |= {id(one) for one in tree_leaves([*optimizer.state.values()]) if _is_of_host(one)}
+            else:
+                yield (f"the step count of {kind}", id(optimizer)), partial(_counts_of, optimizer)
+        for scheduler in self._participants.schedulers:
+            label = f"the epoch of {type(scheduler).__name__}"
+            yield (label, id(scheduler)), partial(getattr, scheduler, "last_epoch", None)
+        for scaler in self._participants.scalers:
+            yield ("the stage of GradScaler", id(scaler)), partial(_stages_of, scaler)
+        for label, value in self.reached():
+            if id(value) not in counters:
+                yield (label, id(value)), partial(state_of, value)
 
 
-def first_change(before: dict[StateKey, Any], after: dict[StateKey, Any]) -> StateKey | None:
-    """What differs first."""
-    return next((key for key, value in after.items() if key in before and before[key] != value), None)
+class HostChange(NamedTuple):
+    """Something that is no more what it was, and why no replay makes it so, as the end of a sentence."""
+
+    key: StateKey
+    why: str
+
+
+def changes_between(before: dict[StateKey, Any], after: dict[StateKey, Any]) -> list[HostChange]:
+    return [
+        HostChange(key, _why(key[0], before[key], value))
+        for key, value in after.items()
+        if key in before and before[key] != value
+    ]
+
+
+def _why(label: str, before: Any, after: Any) -> str:
+    if isinstance(before, ObjectState):
+        old, new = before.parts, after.parts
+        suffix = next((name for name in old.keys() | new.keys() if old.get(name) != new.get(name)), None)
+        before, after = (before.own, after.own) if suffix is None else (old.get(suffix), new.get(suffix))
+        label = f"`{label}{suffix or ''}`"
+    if isinstance(getattr(before, "held", before), torch.Tensor | TensorState):
+        return f"binds {label} to new memory, where a replay goes on with the old; write to it in place"
+    return f"changes {label} on the host, where a replay does nothing; move that out of the step"
+
+
+def _binding(name: NameRead) -> Any:
+    return held_as(name.read())
+
+
+def _is_of_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_cuda
+
+
+def _all_settings(optimizer: Optimizer) -> list[Any]:
+    return [settings(group) for group in optimizer.param_groups]
+
+
+def _counts_of(optimizer: Optimizer) -> list[Any]:
+    """Numbers and host tensors of its parameters' states."""
+    held = tree_leaves([*optimizer.state.values()])
+    return [constant(one) for one in held if type(one) in PLAIN or _is_of_host(one)]
+
+
+def _stages_of(scaler: torch.amp.GradScaler) -> list[str]:
+    return [str(one["stage"]) for one in scaler._per_optimizer_states.values()]
 
 
 def settings(group: dict[str, Any]) -> tuple[Any, ...]:
@@ -78,31 +127,6 @@ def settings(group: dict[str, Any]) -> tuple[Any, ...]:
         constant(value) if isinstance(value, torch.Tensor) else value
         for label, value in group.items()
         if label != "params" and isinstance(value, (*PLAIN, tuple, torch.Tensor))
-    )
-
-
-def _of_module(module: torch.nn.Module) -> Iterator[tuple[StateKey, Any]]:
-    """Its numbers, and its buffers themselves: one that is bound anew at each step would be read stale by a replay."""
-    kind = type(module).__name__
-    for label, value in vars(module).items():
-        if type(value) in PLAIN:
-            yield (f"`{kind}.{label}`", id(module)), value
-    for label, buffer in module._buffers.items():
-        yield (f"the buffer `{kind}.{label}`", id(module)), _SameObject(buffer)
-
-
-def _of_optimizer(optimizer: Optimizer) -> Iterator[tuple[StateKey, Any]]:
-    kind = type(optimizer).__name__
-    yield (f"the settings of {kind}", id(optimizer)), [settings(group) for group in optimizer.param_groups]
-    if "capturable" not in optimizer.defaults:
-        yield (f"the step count of {kind}", id(optimizer)), [*map(_counts_of, optimizer.state.values())]
-
-
-def _counts_of(state: Any) -> tuple[Any, ...]:
-    """Numbers and host tensors of one parameter's state."""
-    held = state.values() if isinstance(state, dict) else ()
-    return tuple(
-        constant(one) for one in held if type(one) in PLAIN or (isinstance(one, torch.Tensor) and not one.is_cuda)
     )
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
+import sys
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch.optim.optimizer import Optimizer
 from keepbusy.runtime.graph.user_lines import is_users
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (list, dict, set, deque)
 
 
 class NameRead(NamedTuple):
@@ -28,34 +27,108 @@ class NameRead(NamedTuple):
     read: Callable[[], Any]
 
 
-def names_of(step: Callable[..., Any]) -> list[NameRead]:
-    """Every name from outside that the step reads, or a function of the user's that it names."""
-    names: list[NameRead] = []
-    seen: set[Any] = set()
-    ahead: list[Any] = [step]
-    while ahead:
-        function, owner = _function_in(ahead.pop())
-        if function is None or function.__code__ in seen or not (is_users(function.__code__.co_filename) or not seen):
-            continue
-        seen.add(function.__code__)
-        found = [*_cells(function), *_globals(function), *_attributes(function, owner)]
-        names += found
-        ahead += [one.read() for one in found] + _methods(function, owner)
-    return list({one.label: one for one in names}.values())
+class CodeNames(NamedTuple):
+    """What stands in the code of a function, and of functions within it."""
+
+    outer: tuple[str, ...]
+    """Globals."""
+    attributes: frozenset[str]
+    texts: frozenset[str]
+    """Constants: what `config["rate"]` looks up."""
+
+
+class StepNames:
+    """Every name from outside that a step reads or writes, or a function of the user's that it names."""
+
+    def __init__(self, step: Callable[..., Any], modules: Iterable[torch.nn.Module] = ()) -> None:
+        """`modules`: those that it calls. Their forward passes are functions that it names."""
+        self.words: set[str] = set()
+        """All attributes that its code names, and texts that it looks up."""
+        self._found: dict[Any, NameRead] = {}
+        self._functions: dict[Any, Any] = {}
+        self._ahead: list[Any] = [getattr(module, "forward", None) for module in modules]
+        self._ahead += [*_methods(step, CodeNames((), frozenset({"forward"}), frozenset())), step]
+        while self._ahead:
+            function, owner = _function_in(self._ahead.pop())
+            key = function and (function.__code__, id(function.__closure__), id(owner))
+            if function is None or key in self._functions:
+                continue
+            if is_users(function.__code__.co_filename) or not self._functions:
+                self._functions[key] = owner
+                self._read(function, owner)
+        self.reads = [*self._found.values()]
+
+    def _read(self, function: FunctionType, owner: Any) -> None:
+        names = names_in(function.__code__)
+        self.words |= names.attributes | names.texts
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        known, held = function.__globals__, attributes_of(owner)
+        values = [self._note(label, id(cell), functools.partial(_content, cell)) for label, cell in cells]
+        values += [
+            self._note(label, (id(known), label), functools.partial(known.get, label))
+            for label in names.outer
+            if label in known
+        ]
+        values += [
+            self._note(f"self.{label}", (id(owner), label), functools.partial(getattr, owner, label, None))
+            for label in sorted(names.attributes)
+            if label in held and not (isinstance(owner, torch.nn.Module) and type(held[label]) in PLAIN)
+        ]
+        self._ahead += _methods(owner, names)
+        for label, value in values:
+            self._ahead.append(value)
+            if isinstance(value, ModuleType | type):
+                self._ahead += [one for _, one in self._namespace(label, value, names)]
+            else:
+                self._ahead += _methods(value, names)
+
+    def _note(self, label: str, place: Any, read: Callable[[], Any]) -> tuple[str, Any]:
+        self._found.setdefault(place, NameRead(label, read))
+        return label, read()
+
+    def _namespace(self, label: str, space: Any, names: CodeNames) -> list[tuple[str, Any]]:
+        """What is read of a file or a class of the user's, by a dot."""
+        file = getattr(space if isinstance(space, ModuleType) else sys.modules.get(space.__module__), "__file__", None)
+        if not isinstance(file, str) or not is_users(file):
+            return []
+        held = vars(space)
+        return [
+            self._note(f"{label}.{name}", (id(space), name), functools.partial(_entry, space, name))
+            for name in sorted(names.attributes)
+            if name in held
+        ]
 
 
 def _function_in(step: Any) -> tuple[FunctionType | None, Any]:
     """The function in it, and the object whose method it is."""
     while isinstance(step, functools.partial):
         step = step.func
+    if isinstance(step, staticmethod | classmethod):
+        step = step.__func__
     if isinstance(step, MethodType):
         return (step.__func__ if isinstance(step.__func__, FunctionType) else None), step.__self__
     return (step if isinstance(step, FunctionType) else None), None
 
 
-def _cells(function: FunctionType) -> Iterator[NameRead]:
-    for label, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield NameRead(label, functools.partial(_content, cell))
+@functools.cache
+def names_in(code: CodeType) -> CodeNames:
+    """Not what stands behind a dot is a global: in `optimizer.step()` nobody reads a counter that is called `step`."""
+    outer, attributes, texts = dict[str, None](), set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        name, argument = instruction.opname, instruction.argval
+        if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            outer[argument] = None
+        elif name.endswith(("_ATTR", "_METHOD")):
+            attributes.add(argument[-1] if isinstance(argument, tuple) else argument)
+        elif isinstance(argument, str) and name.endswith("_CONST"):
+            texts.add(argument)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            within = names_in(inner)
+            outer |= dict.fromkeys(within.outer)
+            attributes |= within.attributes
+            texts |= within.texts
+    return CodeNames(tuple(outer), frozenset(attributes), frozenset(texts))
 
 
 def _content(cell: Any) -> Any:
@@ -65,43 +138,62 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _globals(function: FunctionType) -> Iterator[NameRead]:
-    """Not what stands behind a dot: in `optimizer.step()` nobody reads a counter that is called `step`."""
-    known = function.__globals__
-    read = (one.argval for one in dis.get_instructions(function) if one.opname == "LOAD_GLOBAL")
-    for label in dict.fromkeys(read):
-        if label in known:
-            yield NameRead(label, functools.partial(known.get, label))
+def _entry(space: Any, name: str) -> Any:
+    return vars(space).get(name)
 
 
-def _attributes(function: FunctionType, owner: Any) -> Iterator[NameRead]:
-    held = getattr(owner, "__dict__", {})
-    for label in function.__code__.co_names:
-        if label in held:
-            yield NameRead(f"self.{label}", functools.partial(held.get, label))
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Its own and those of the user's classes, without calling what these may define."""
+    try:
+        held = dict(object.__getattribute__(value, "__dict__"))
+    except (AttributeError, TypeError):
+        held = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                try:
+                    held[name] = object.__getattribute__(value, name)
+                except AttributeError:  # it is not set, or has another name within its class
+                    continue
+    kind_of_value: Any = type(value)
+    held = {name: vars(kind)[name] for kind, name in _class_data(kind_of_value)} | held
+    if isinstance(value, torch.nn.Module):
+        empty = {name for name, part in held.items() if name.startswith("_") and isinstance(part, dict) and not part}
+        held = {name: part for name, part in held.items() if name not in empty}
+        for place in ("_parameters", "_buffers", "_modules"):
+            held |= held.pop(place, {})
+    elif isinstance(value, Optimizer):
+        held |= {f"state[{place}]": one for place, one in enumerate(held.pop("state", {}).values())}
+    return held
 
 
-def _methods(function: FunctionType, owner: Any) -> list[Any]:
-    """The other methods of its object that it calls."""
+@functools.cache
+def _class_data(kind: type) -> list[tuple[type, str]]:
+    """What the user's classes hold for all of their objects: no methods."""
+    found = []
+    for one in reversed(kind.__mro__):
+        file = getattr(sys.modules.get(one.__module__), "__file__", None)
+        if isinstance(file, str) and is_users(file):
+            data = [(name, held) for name, held in vars(one).items() if not name.startswith("__")]
+            found += [(one, name) for name, held in data if not callable(held) and not hasattr(type(held), "__get__")]
+    return found
+
+
+def _methods(owner: Any, names: CodeNames) -> list[Any]:
+    """The methods of an object that the code names, and what a call of the object itself runs."""
     kind = type(owner)
-    named = [getattr(kind, label, None) for label in function.__code__.co_names] if owner is not None else []
+    if owner is None or kind in PLAIN or isinstance(owner, FunctionType | MethodType):
+        return []
+    named = [getattr(kind, label, None) for label in (*names.attributes, "__call__")]
     return [MethodType(one, owner) for one in named if isinstance(one, FunctionType)]
 
 
 def constant(value: Any) -> Any:
-    """What a graph keeps of a value: numbers and texts themselves, of tensors where they lie, of others nothing."""
+    """What a graph keeps of a value: numbers and texts themselves, of tensors where they lie, of others which it is."""
     if type(value) in PLAIN:
         return value
-    if isinstance(value, (torch.nn.Module, Optimizer)):
-        return id(value)
-    if not issubclass(type(value), torch.Tensor):
-        return None
-    if value.layout is not torch.strided:
+    if not issubclass(type(value), torch.Tensor) or value.layout is not torch.strided:
         return id(value)
     # a tensor of the host is kept by its value, so writing to it counts, too
     return value.data_ptr(), value.shape, value.dtype, value._version if value.device.type == "cpu" else 0
-
-
-def container_size(value: Any) -> int | None:
-    """How much a container holds: a step that appends to one does so once a capture, not once a replay."""
-    return len(value) if type(value) in _CONTAINERS else None

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from keepbusy.runtime.module_parts import own_weights
 
 
 class Participants:
@@ -34,7 +37,7 @@ class Participants:
     @contextmanager
     def watching(self) -> Iterator[Gradients]:
         """Meanwhile whoever takes part is noted. The gradients are those that there are as it begins."""
-        gradients = Gradients(self._gathering())
+        gradients = Gradients(self.gathering())
 
         def on_step(optimizer: Optimizer, *_arguments: Any) -> None:
             self.optimizers.setdefault(optimizer)
@@ -54,9 +57,9 @@ class Participants:
                 hook.remove()
             self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
 
-    def _gathering(self) -> list[Tensor]:
+    def gathering(self) -> list[Tensor]:
         """Every tensor known that may gather a gradient."""
-        weights = [weight for module in self.modules for weight in module.parameters(recurse=False)]
+        weights = [weight for module in self.modules for weight in own_weights(module)]
         stepped = [weight for one in self.optimizers for group in one.param_groups for weight in group["params"]]
         known = {id(one): one for one in (*weights, *stepped, *self._leaves.values())}
         return [one for one in known.values() if one.requires_grad and one.is_leaf]
@@ -84,6 +87,8 @@ class Gradients:
         self._found: list[tuple[weakref.ref[Tensor], Tensor | None, int]] = []
         self._applied: set[int] = set()
         self._stepped: set[int] = set()
+        self.went_back = False
+        """Whether there was a backward pass at all: its gradients may be gone by the end of the step."""
 
     def note_step(self, optimizer: Optimizer) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -93,8 +98,9 @@ class Gradients:
 
     def note_backward(self, outputs: Any) -> None:
         """The leaves that it will reach."""
+        self.went_back = True
         nodes: list[Any] = []
-        for one in [outputs] if isinstance(outputs, Tensor) else [*outputs]:
+        for one in [outputs] if isinstance(outputs, Tensor | GradientEdge) else [*outputs]:
             if isinstance(one, Tensor) and one.is_leaf:
                 self._note([one])
             else:  # a tensor, or an edge of the graph of gradients
@@ -174,7 +180,7 @@ def _watch(watcher: _Watcher) -> None:
         _WATCHERS.append(watcher)
         if len(_WATCHERS) > 1:
             return
-        calls: list[tuple[Any, str, int]] = [(torch.autograd, "backward", 0)]
+        calls: list[tuple[Any, str, int]] = [(torch.autograd, "backward", 0), (torch.autograd, "grad", 0)]
         calls += [(kind, "step", 1) for kind in _kinds(LRScheduler)]
         calls += [(kind, name, 2) for kind in _kinds(torch.amp.GradScaler) for name in ("unscale_", "step", "update")]
         _RESTORES.extend(_tell_calls(*call) for call in calls if call[1] in vars(call[0]))
@@ -193,7 +199,7 @@ def _tell_calls(owner: Any, name: str, listener: int) -> Callable[[], None]:
 
     @functools.wraps(function)
     def telling(*arguments: Any, **options: Any) -> Any:
-        first = arguments[0] if arguments else options.get("tensors", ())
+        first = arguments[0] if arguments else options.get("tensors", options.get("outputs", ()))
         for watcher in [*_WATCHERS]:
             watcher[listener](first)
         return function(*arguments, **options)

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from keepbusy.runtime.module_parts import own_weights
+
 
 class TrainedNames:
     """Which parameters an optimizer trains, by name; taken before the model is spread."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
-        names = {id(one): name for name, one in reversed(list(model.named_parameters(remove_duplicate=False)))}
+        names = {id(one): name for name, one in reversed(_all_names(model))}
         self._groups: list[list[str]] = []
         for place, group in enumerate(optimizer.param_groups if optimizer else []):
             for own in group["params"]:
@@ -38,7 +40,7 @@ class TrainedNames:
         states go with them, cut as they are."""
         if self._optimizer is None:
             return
-        present, orders = dict(model.named_parameters(remove_duplicate=False)), orders_of(model)
+        present, orders = dict(_all_names(model)), orders_of(model)
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
             replaced = [(old, present[name]) for old, name in zip(group["params"], names, strict=True)]
             group["params"] = [new for _, new in replaced]
@@ -97,7 +99,7 @@ def keep_order(module: nn.Module, order: Tensor) -> None:
 def orders_of(model: nn.Module) -> dict[int, Tensor]:
     """Of parameters whose rows lie in another order, by id."""
     packed = [one for one in model.modules() if "row_order" in vars(one)]
-    return {id(own): one.row_order for one in packed for own in one.parameters(recurse=False)}
+    return {id(own): one.row_order for one in packed for own in own_weights(one)}
 
 
 def _in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any, order: Tensor) -> None:
@@ -125,10 +127,15 @@ def _turned(optimizer: torch.optim.Optimizer, saved: dict[str, Any], orders: Map
     return saved | {"state": state}
 
 
+def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Tied parameters by each of their names, whatever arguments the model's own `named_parameters()` takes."""
+    return list(nn.Module.named_parameters(model, remove_duplicate=False))
+
+
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     """By id, the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in _all_names(model):
         names.setdefault(id(parameter), []).append(name)
     return {key: held for key, held in names.items() if len(held) > 1}
 
@@ -152,7 +159,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    return next(iter(module.parameters()), None) is not None
 
 
 def _shares_with_others(name: str, block: nn.Module, tied: dict[int, list[str]]) -> bool:

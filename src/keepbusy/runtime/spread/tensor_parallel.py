@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from keepbusy.runtime.module_parts import own_weights
 from keepbusy.runtime.spread.layout import RankLayout, gather, own_part
 from keepbusy.runtime.spread.module_tree import blocks_of, keep_order, reordered, tied_parameters
 
@@ -179,7 +180,7 @@ class TensorPlan:
             for blocks in self.stretches
             for name, block in blocks.items()
             for path, one in block.named_modules()
-            if one not in self._region_of and any(own.dim() > 1 for own in one.parameters(recurse=False))
+            if one not in self._region_of and any(own.dim() > 1 for own in own_weights(one))
         ]
         named = f": {', '.join(readers[:3])}" if readers else ""
         return f"; plan='sequence' gives a piece of each sequence to what is not cut{named}"

@@ -1,0 +1,115 @@
+"""What names stand for, and what the step's code reads behind them: `config.rate`, `weights["a"]`, `parts[0].rate`.
+
+All of it is constant in a graph, so it is read before each replay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from keepbusy.runtime.graph.names_read import PLAIN, StepNames, attributes_of, constant
+from keepbusy.runtime.graph.reachable import reach
+
+_LARGEST = 64
+"""A container that holds more is known by the places that the code names."""
+_CODE_TYPES = (FunctionType, BuiltinFunctionType, ModuleType, type)
+"""What a name may stand for and nobody rebinds."""
+_ENDS = (*PLAIN, *_CODE_TYPES, MethodType, Tensor, nn.Module, Optimizer)
+
+
+class NamedValues:
+    """Reads numbers and tensors; what holds them is found once, and anew where another object has taken its place."""
+
+    def __init__(self, names: StepNames) -> None:
+        self._words = names.words
+        self._names = [name for name in names.reads if not isinstance(name.read(), _CODE_TYPES)]
+        self._find()
+
+    def read(self) -> tuple[Any, ...]:
+        try:
+            values = self._all()
+            is_known = len(values) == self._count and all(map(operator.is_, self._holders_in(values), self._holders))
+            is_known = is_known and all(len(held) == size for held, size in self._sizes)
+        except (KeyError, AttributeError):  # it is gone
+            is_known = False
+        if not is_known:
+            self._find()
+            values = self._all()
+        return tuple([constant(values[place]) for place in self._ends])
+
+    def labels(self) -> list[str]:
+        return [self._labels[place] for place in self._ends]
+
+    def held(self) -> list[Any]:
+        """The objects themselves, to be kept alive for a graph."""
+        return self._all()
+
+    def modules(self) -> list[nn.Module]:
+        """All that can be reached."""
+        named = [(name.label, name.read()) for name in self._names]
+        return [value for _, value in reach(named) if isinstance(value, nn.Module)]
+
+    def _find(self) -> None:
+        self._reads: list[tuple[Callable[[Any], Any], Any]] = []
+        self._labels = [f"`{name.label}`" for name in self._names]
+        values = [name.read() for name in self._names]
+        seen: set[int] = set()
+        ahead = deque(enumerate(values))
+        holders = []
+        while ahead:
+            place, value = ahead.popleft()
+            if isinstance(value, _ENDS) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            read, names = self._entries(value)
+            if read is not None:
+                holders.append(place)
+                self._reads.append((read, value))
+                ahead += enumerate(read(value), len(values))
+                self._labels += [f"`{self._labels[place].strip('`')}{name}`" for name in names]
+                values += read(value)
+        self._count, self._places = len(values), holders
+        dicts = [getattr(holder, "__dict__", None) for _, holder in self._reads]
+        self._sizes = [(held, len(held)) for held in dicts if type(held) is dict]
+        self._holders = self._holders_in(values)
+        kept = set(holders)
+        self._ends = [place for place in range(len(values)) if place not in kept]
+
+    def _all(self) -> list[Any]:
+        return [
+            *[name.read() for name in self._names],
+            *chain.from_iterable([read(holder) for read, holder in self._reads]),
+        ]
+
+    def _holders_in(self, values: list[Any]) -> list[Any]:
+        return [values[place] for place in self._places]
+
+    def _entries(self, value: Any) -> tuple[Callable[[Any], Any] | None, list[str]]:
+        """How to read what matters of an object, as a list, and what a person calls each."""
+        if isinstance(value, list | tuple | deque) and len(value) <= _LARGEST:
+            return list, [f"[{place}]" for place in range(len(value))]
+        if isinstance(value, dict):
+            if len(value) <= _LARGEST:
+                return _keys_and_values, [f" has {key!r}" for key in value] + [f"[{key!r}]" for key in value]
+            names = [key for key in value if key in self._words]
+            return (_getter(operator.itemgetter, names) if names else None), [f"[{name!r}]" for name in names]
+        names = [name for name in attributes_of(value) if name in self._words]
+        return (_getter(operator.attrgetter, names) if names else None), [f".{name}" for name in names]
+
+
+def _keys_and_values(value: dict[Any, Any]) -> list[Any]:
+    return [*value, *value.values()]
+
+
+def _getter(kind: Callable[..., Any], names: list[str]) -> Callable[[Any], Any]:
+    """Whatever the number of names, a sequence."""
+    read = kind(*names)
+    return read if len(names) > 1 else lambda held: (read(held),)

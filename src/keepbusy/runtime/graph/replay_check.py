@@ -1,0 +1,221 @@
+"""The first replays, compared with an eager call from the same state.
+
+State is saved, the graph replayed, what came of it kept, the state put back, and the step run eagerly: that is the
+call, and its Python runs once. Both must leave the same bits. Where they do not, kernels may add up in no order: the
+graph is replayed again from that state, and the eager call may be further from the first replay than the other replays
+are by a small factor. A replay runs no Python, so what the host decided anew differs by more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall
+from keepbusy.runtime.graph.host_state import HostState, changes_between
+from keepbusy.runtime.graph.participants import Participants
+from keepbusy.runtime.graph.reachable import bytes_of, content_sum, writes_to
+
+COMPARED_FIRST = 3
+"""So many replays of a graph are compared with an eager call, and from then on each whose number is a power of two."""
+AS_FAR = 8
+"""Where sums come out differently each time, two of them may be this much further apart than two others."""
+_MOST_REPLAYS = 8
+"""To learn how far replays are apart. Few numbers, as a single loss, may come out the same twice by chance."""
+
+
+def is_compared(replay: int) -> bool:
+    return replay <= COMPARED_FIRST or not replay & (replay - 1)
+
+
+class WrittenTensors:
+    """Which tensors of the device a step writes to: what an optimizer holds, and others that were seen to change."""
+
+    def __init__(self, participants: Participants, host: HostState) -> None:
+        self._participants, self._host = participants, host
+        self._written: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watching(self, is_captured: bool = False) -> Iterator[None]:
+        """While the step runs. In a capture nothing changes yet, but PyTorch counts what is to be written."""
+        tensors = self._device_tensors()
+        before = [writes_to(tensor) for _, tensor in tensors]
+        sums = [] if is_captured else _sums(tensors)
+        yield
+        after = [] if is_captured else _sums(tensors)
+        for place, (_, tensor) in enumerate(tensors):
+            if writes_to(tensor) != before[place] or (sums and sums[place] != after[place]):
+                self._written[id(tensor)] = tensor
+
+    def leaves(self) -> list[Tensor]:
+        """Those that gather gradients."""
+        return self._participants.gathering()
+
+    def split(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """Those that it writes to, and the others; and what a person calls them."""
+        known = {id(tensor): tensor for tensor in (*self.leaves(), *self._written.values())}
+        for optimizer in self._participants.optimizers:
+            stepped = [group["params"] for group in optimizer.param_groups]
+            known |= {id(tensor): tensor for tensor in tree_leaves([*optimizer.state.values(), stepped])}
+        tensors = self._device_tensors()
+        labels = {id(tensor): label for label, tensor in tensors}
+        named = [(labels.get(key, "a tensor of an optimizer"), tensor) for key, tensor in known.items()]
+        others = [(label, tensor) for label, tensor in tensors if id(tensor) not in known]
+        return [(label, tensor) for label, tensor in named if _lies_on_device(tensor)], others
+
+    def _device_tensors(self) -> list[tuple[str, Tensor]]:
+        return [(label, value) for label, value in self._host.reached() if _lies_on_device(value)]
+
+
+def _lies_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.is_cuda
+
+
+def _sums(tensors: list[tuple[str, Tensor]]) -> list[int]:
+    sums = [content_sum(tensor.untyped_storage()).to("cuda") for _, tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
+
+
+class SavedTensors:
+    """What the memory of tensors holds now: in memory of the device, or of the host where there is too little."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._copies:
+                self._copies[storage._cdata] = storage, _copy(bytes_of(storage))
+
+    def restore(self) -> None:
+        for storage, copy in self._copies.values():
+            bytes_of(storage).copy_(copy)
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """The tensor as it was."""
+        _, copy = self._copies[tensor.untyped_storage()._cdata]
+        empty = torch.empty(0, dtype=tensor.dtype, device=copy.device)
+        return empty.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _copy(data: Tensor) -> Tensor:
+    try:
+        return data.clone()
+    except torch.OutOfMemoryError:
+        return data.cpu()
+
+
+class StepState:
+    """All that a step may change on the device, as it is now."""
+
+    def __init__(self, tensors: list[Tensor], leaves: list[Tensor]) -> None:
+        self._gradients = [(leaf, leaf.grad) for leaf in leaves]
+        self._saved = SavedTensors([*tensors, *[grad for _, grad in self._gradients if grad is not None]])
+        self._random = torch.cuda.get_rng_state()
+
+    def restore(self) -> None:
+        self._saved.restore()
+        for leaf, gradient in self._gradients:
+            leaf.grad = gradient
+        torch.cuda.set_rng_state(self._random)
+
+
+class Outcome:
+    """What a call made: results, tensors that it writes to, gradients and random numbers, by name."""
+
+    def __init__(self, returned: Any, tensors: list[tuple[str, Tensor]], leaves: list[Tensor], is_kept: bool) -> None:
+        results, self.spec = tree_flatten(returned)
+        labels = {id(tensor): label for label, tensor in tensors}
+        named = [(f"result {place}", result) for place, result in enumerate(results)]
+        named += [(f"`{label}`", tensor) for label, tensor in tensors]
+        named += [(f"the gradient of `{labels.get(id(leaf), 'a weight')}`", leaf.grad) for leaf in leaves]
+        if is_kept:
+            saved = SavedTensors([value for _, value in named if isinstance(value, Tensor)])
+            named = [(label, saved.saved(one) if isinstance(one, Tensor) else one) for label, one in named]
+        named.append(("the state of random numbers", torch.cuda.get_rng_state()))
+        self.named = named
+
+
+def replay_compared(
+    captured: CapturedCall, call: StepCall, run: Callable[[StepCall], Any], written: WrittenTensors, host: HostState
+) -> tuple[Any, str]:
+    """What the eager call returned, and why no replay may stand in for it, if so. State is left as by that call."""
+    tensors, others = written.split()
+    tensors += [("an argument", tensor) for tensor in captured.written_to(call.tensors)]
+    held, leaves = [tensor for _, tensor in tensors], written.leaves()
+    before = StepState(held, leaves)
+    try:
+        replayed = Outcome(captured.replay(call.tensors), tensors, leaves, is_kept=True)
+    finally:
+        before.restore()
+    writes, on_host = [writes_to(tensor) for _, tensor in others], host.read()
+    try:
+        returned = run(call)
+    except torch.OutOfMemoryError:
+        before.restore()
+        raise
+    if changes := changes_between(on_host, host.read()):
+        return returned, f"it {changes[0].why}"
+    for (label, tensor), count in zip(others, writes, strict=True):
+        if writes_to(tensor) != count:
+            return returned, f"it writes to `{label}` at some calls only"
+    made = Outcome(returned, tensors, leaves, is_kept=False)
+    if replayed.spec != made.spec:
+        return returned, "what it returns is not always built alike"
+    differing = _differing(replayed, made)
+    if differing:
+        after, made = StepState(held, leaves), Outcome(returned, tensors, leaves, is_kept=True)
+        spread: dict[int, float] = {}
+        for _ in range(_MOST_REPLAYS):
+            before.restore()
+            again = Outcome(captured.replay(call.tensors), tensors, leaves, is_kept=False)
+            differing = [place for place in differing if not _varies(place, replayed, made, again, spread)]
+            if not differing:
+                break
+        after.restore()
+    if not differing:
+        captured.take_gradients()
+        return returned, ""
+    (label, value), (_, other) = made.named[differing[0]], replayed.named[differing[0]]
+    distance = _distance(value, other)
+    by = "" if distance == float("inf") else f" by up to {distance:.2g}"
+    return returned, (
+        f"a replay and an eager call from the same state differ in {label}{by}, "
+        "so the step depends on something that no replay renews"
+    )
+
+
+def _differing(one: Outcome, other: Outcome) -> list[int]:
+    pairs = zip(one.named, other.named, strict=True)
+    return [place for place, ((_, value), (_, made)) in enumerate(pairs) if not _same_bits(value, made)]
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and bool(one == other)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits, other_bits = [value.detach().to(one.device).reshape(-1).view(torch.uint8) for value in (one, other)]
+    return torch.equal(bits, other_bits)
+
+
+def _varies(place: int, replayed: Outcome, made: Outcome, again: Outcome, spread: dict[int, float]) -> bool:
+    """Whether replays differ among themselves, and the eager call from them by little more."""
+    first, eager, other = [outcome.named[place][1] for outcome in (replayed, made, again)]
+    if _same_bits(eager, other):
+        return True
+    spread[place] = max(spread.get(place, 0.0), _distance(first, other))
+    return _distance(first, eager) <= AS_FAR * spread[place]
+
+
+def _distance(one: Any, other: Any) -> float:
+    """Between the numbers that are furthest apart; infinite where they cannot be compared."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape or not one.numel():
+        return float("inf")
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    found = float((one.detach().to(wide) - other.detach().to(one.device, wide)).abs().max())
+    return found if found == found else float("inf")
