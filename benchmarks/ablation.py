@@ -1,6 +1,6 @@
 """Which rules and thresholds carry their weight: each is switched off alone, over all measured truth.
 
-    python benchmarks/ablation.py [--only NAME...] [--sets SET...] [--jobs N] [--write docs/explanation/rules.md]
+    python benchmarks/ablation.py [--only NAME...] [--sets SET...] [--jobs N] [--write stallbench/rules.md]
 
 Two kinds of truth. *Recordings* of H200s whose fixed programs were timed: rules and thresholds of the explanation are
 switched off while it explains them, and those of ranks while they are read, also into 32 ranks of which it is known who

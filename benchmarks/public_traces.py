@@ -3,7 +3,7 @@
     git clone --mirror https://github.com/OWNER/NAME MIRRORS/OWNER+NAME         # each repository of the list
     python benchmarks/public_traces.py MIRRORS                                  # all of them
     python benchmarks/public_traces.py MIRRORS kineto --peers VENV/bin/python   # those named so, and what peers say
-    python benchmarks/public_traces.py MIRRORS --peers VENV/bin/python --markdown docs/explanation/public-traces.md
+    python benchmarks/public_traces.py MIRRORS --peers VENV/bin/python --markdown stallbench/public-traces.md
 
 The list is public_traces.txt: repository, commit, path, and the first half of the file's SHA-256, so that everybody
 looks at the same bytes; none of the files is kept here. Each is explained by a command of its own. Busy, computing,

@@ -1,4 +1,4 @@
-"""keepbusy: which line of a PyTorch program makes the GPU wait, and what fixing it gains.
+"""keepbusy: which line of a PyTorch program makes the GPU wait, and what fixing it saves.
 
     timeline = keepbusy.read(["rank0.trace.json.gz"])
     diagnosis = keepbusy.explain(timeline, plain_step=25_000_000)  # nanoseconds
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from keepbusy.fix.gate.guard import guard as guard
     from keepbusy.instrument import step as step
     from keepbusy.recording import record as record
-    from keepbusy.report.terminal import render as render
+    from keepbusy.report.terminal import render_full as render_full
+    from keepbusy.report.verdict import render as render
     from keepbusy.runtime.accumulate import accumulate as accumulate
     from keepbusy.runtime.agree import agree as agree
     from keepbusy.runtime.graph.graphed_step import graph as graph
@@ -48,7 +49,8 @@ _HOMES = {
     "read": "keepbusy.traces",
     "readback": "keepbusy.runtime.readback",
     "record": "keepbusy.recording",
-    "render": "keepbusy.report.terminal",
+    "render": "keepbusy.report.verdict",
+    "render_full": "keepbusy.report.terminal",
     "save": "keepbusy.timeline.busy_file",
     "save_later": "keepbusy.runtime.save_later",
     "spread": "keepbusy.runtime.spread.spread_model",

@@ -119,7 +119,7 @@ def test_a_rank_that_is_late_in_every_step_is_found_though_the_ranks_launch_uneq
     (one,) = found.late
     assert (one.rank, one.late, one.where.line) == (1, near(1_000_000), 3)
     assert "Rank 1 comes late" in cause(found, "peer_late").what
-    assert "Rank 1 arrives 1.00 s late, and" in terminal.render(found)
+    assert "Rank 1 arrives 1.00 s late, and" in terminal.render_full(found)
 
 
 def test_of_turns_in_which_ranks_do_not_meet_no_collective_is_told() -> None:

@@ -121,14 +121,14 @@ def test_where_nobody_is_late_nobody_is_named(tmp_path: Path) -> None:
     diagnosis = explain(read(write(tmp_path, {})))
     assert diagnosis.cluster is not None
     assert diagnosis.cluster.stragglers == ()
-    text = terminal.render(diagnosis)
+    text = terminal.render_full(diagnosis)
     assert "No rank and no host takes much longer than the others of its kind." in text
     assert f"All {RANKS} ranks on 6 hosts take 3.1 ms a step by themselves" in text
 
 
 def test_the_report_is_one_screen_however_many_there_are(tmp_path: Path) -> None:
     diagnosis = explain(read(write(tmp_path)))
-    text = terminal.render(diagnosis, 110, again="keepbusy explain traces/")
+    text = terminal.render_full(diagnosis, 110, again="keepbusy explain traces/")
     assert text.count("\n") < terminal.HEIGHT + 2
     assert f"{RANKS} ranks" in text.splitlines()[0]
     assert "1  rank 5 on node-1: the host takes 3.0 ms a step longer than elsewhere   6.4 → 4.9 ms without" in text

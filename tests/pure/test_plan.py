@@ -143,7 +143,7 @@ def test_host_work_that_would_fit_beside_the_gpu_is_not_blamed_for_the_waits_tha
 
 
 def test_what_saves_nothing_yet_says_with_what_it_does() -> None:
-    said = terminal.render(told(four_waits), width=160).partition("What to do")[2]
+    said = terminal.render_full(told(four_waits), width=160).partition("What to do")[2]
     rows = [one.strip().rpartition("   ")[2] for one in said.splitlines() if one[:1].isdigit()][:4]
     assert rows[:3] == ["only with 2, 3 and 4", "only with 1, 3 and 4", "only with 1, 2 and 4"]
     assert re.match(r"12\.\d → 9\.\d ms a step", rows[3])
@@ -155,7 +155,7 @@ def test_of_two_fixes_that_are_called_alike_neither_goes_together_with_itself() 
     found = told(four_waits)
     first, last = replace(found.plan[0], needs=()), found.plan[-1]
     alike = replace(last, fix=first.fix, where=first.where, needs=(first.named,))
-    said = terminal.render(replace(found, plan=(first, alike)), width=160)
+    said = terminal.render_full(replace(found, plan=(first, alike)), width=160)
     assert "alone it gains nothing; it goes together with 1\n" in said
 
 
@@ -201,7 +201,7 @@ def test_what_forbids_a_graph_is_named_with_what_does_away_with_it() -> None:
     cause = next(one for one in found.causes if one.cause == "launch_bound")
     assert "in its middle (once a step at moe.py:60 and 1 more)" in cause.advice
     assert PARTICULAR["keep_shapes"].advice in cause.advice
-    text = terminal.render(found, width=160)
+    text = terminal.render_full(found, width=160)
     assert text.count(" less (") == len(found.causes) - 1
 
 
@@ -441,7 +441,7 @@ def test_a_run_of_which_no_turn_was_recorded_has_its_tree_and_its_plan() -> None
     assert (found.steps, found.plain_step, found.ledger, found.causes) == (0, 144 * MS, {}, ())
     [fix] = found.plan
     assert (fix.fix, fix.run_gain) == ("num_workers=6", 6_000 * MS)
-    shown = terminal.render(found)
+    shown = terminal.render_full(found)
     assert "The run took 26.00 s" in shown
     assert "26.00 → 20.00 s" in shown
     assert "no workers" in shown
@@ -475,7 +475,7 @@ def test_a_script_of_which_only_the_tree_is_known_has_its_lines_in_the_plan() ->
         ("compute_on_gpu", ["rings.py:37"], 850 * MS),
     ]
     assert found.plan[1].predicted == Prediction(50 * MS, 50 * MS, 900 * MS)
-    shown = " ".join(terminal.render(found).split())
+    shown = " ".join(terminal.render_full(found).split())
     assert "1 compute it on the GPU at rings.py:23 2.40 → 0 s (0–2.40) · the run 7.00 → 4.60 s" in shown
     assert "in median" in shown
     facts = RunFacts(source="rings.py", run=run, cut_short=CutShort("ValueError", "rings.py:23"))
@@ -638,7 +638,7 @@ def test_a_stall_that_comes_now_and_then_is_in_the_plan() -> None:
     [fix] = plan_of_run(stalled(), ())
     assert (fix.fix, fix.every, fix.gain) == ("share_among_ranks", 12.0, 75 * MS)
     assert fix.run_gain == 10 * 75 * MS
-    text = " ".join(terminal.render(replace(stalled(), plan=(fix,), ranks=(0, 1))).split())
+    text = " ".join(terminal.render_full(replace(stalled(), plan=(fix,), ranks=(0, 1))).split())
     assert "180 → 105 ms every 12th step" in text
     assert "Rank 0 arrives 150 ms late, and rank 1 waits for it: computing" in text
     assert "Nothing to gain here" not in text
@@ -885,14 +885,14 @@ def test_a_loop_within_the_step_does_not_ask_for_the_same_again() -> None:
 def test_what_saves_nothing_of_the_run_is_no_row_unless_another_one_needs_it() -> None:
     small = replace(shortened(30, 29), fix="drop_sync", run_gain=MS)
     large = replace(shortened(29, 9), fix="readback", run_gain=9_000 * MS)
-    text = " ".join(terminal.render(replace(HEALTHY, run=TREE, plan=(small, large))).split())
+    text = " ".join(terminal.render_full(replace(HEALTHY, run=TREE, plan=(small, large))).split())
     assert "1 read the value later" in text
     assert "1 more would save less than 78.0 ms of this run: drop the synchronization." in text
     once = replace(small, fix="compile", gain=MS, reason="Compiling takes some 20 s, once.")
-    text = " ".join(terminal.render(replace(HEALTHY, run=TREE, plan=(once, large))).split())
+    text = " ".join(terminal.render_full(replace(HEALTHY, run=TREE, plan=(once, large))).split())
     assert "It may take 1.0 ms off each step of a longer run. Compiling takes some 20 s, once." in text
     needed = replace(large, needs=(small.named,))
-    assert "more would save" not in terminal.render(replace(HEALTHY, run=TREE, plan=(small, needed)))
+    assert "more would save" not in terminal.render_full(replace(HEALTHY, run=TREE, plan=(small, needed)))
 
 
 def test_garbage_that_is_collected_now_and_then_is_no_work_to_be_moved() -> None:
@@ -1110,7 +1110,7 @@ def test_a_fix_in_a_trainers_loop_is_told_as_its_setting() -> None:
     first, second = plan_of_run(told, ())
     assert first.code == "TrainingArguments(dataloader_num_workers=4, dataloader_persistent_workers=True)"
     assert (second.code, second.reason) == ("", "")  # of this the trainer has no setting
-    text = " ".join(terminal.render(replace(told, plan=(first, second))).split())
+    text = " ".join(terminal.render_full(replace(told, plan=(first, second))).split())
     assert f"in transformers/trainer.py:1847 in run The trainer sets it: {first.code} 2 " in text
     elsewhere = replace(told, run=Part(RUN, time=2_000 * MS, parts=(replace(held, function="main"),)))
     assert plan_of_run(elsewhere, ()) == rows

@@ -29,7 +29,7 @@ WIDTHS = (40, 60, 80, 100, 140)
 
 
 def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
-    text = terminal.render(STALLED)
+    text = terminal.render_full(STALLED)
     told = [
         "keepbusy · images.trace.json.gz · NVIDIA H200 · 4 steps",
         "A step takes 31.3 ms. The GPU computes for 8.2 ms of it (26%) and waits for 23.0 ms (73%).",
@@ -52,27 +52,27 @@ def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
 
 
 def test_a_healthy_run_is_told_so_in_one_sentence() -> None:
-    text = terminal.render(HEALTHY)
+    text = terminal.render_full(HEALTHY)
     assert "Nothing to gain here: the GPU computes 97% of the step" in text
     assert "fix" not in text.replace("no fix", "")
 
 
 def test_late_ranks_are_named_beside_their_cause() -> None:
-    text = terminal.render(LATE)
+    text = terminal.render_full(LATE)
     assert "4 traces · NVIDIA H200 · 4 ranks · 3 steps" in text
     assert "Rank 1 arrives 20.3 ms late, and 3 ranks wait for it: host work at train.py:15." in text
-    assert "late    Rank 1" in terminal.render(replace(LATE, causes=()))
+    assert "late    Rank 1" in terminal.render_full(replace(LATE, causes=()))
 
 
 def test_without_a_plain_step_the_report_says_what_that_means() -> None:
-    text = terminal.render(replace(STALLED, plain_given=False, notes=("Time a step and give --plain-step.",)))
+    text = terminal.render_full(replace(STALLED, plain_given=False, notes=("Time a step and give --plain-step.",)))
     assert "A step takes 31.3 ms in this trace." in text
     assert "note    Time a step and give --plain-step." in text
     assert text.endswith("again   keepbusy explain runs/images.trace.json.gz")
 
 
 def test_fixing_on_request_names_what_was_asked() -> None:
-    text = terminal.render(replace(STALLED, fixed=("host_sync", "blocking_copy")))
+    text = terminal.render_full(replace(STALLED, fixed=("host_sync", "blocking_copy")))
     assert "With host_sync and blocking_copy fixed: 31.3 → 8.6 ms" in text
 
 
@@ -100,48 +100,48 @@ def test_a_run_that_was_cut_short_is_told_so_first(ended: CutShort, says: str) -
 @pytest.mark.parametrize("diagnosis", [STALLED, HEALTHY, LATE], ids=["stalled", "healthy", "late"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_than_the_terminal(diagnosis, width: int) -> None:
-    lines = terminal.render(diagnosis, width).splitlines()
+    lines = terminal.render_full(diagnosis, width).splitlines()
     pasted = ("again", "more", "   fix: ")
     assert [line for line in lines if len(line) > width and not line.startswith(pasted)] == []
 
 
 def test_what_is_there_to_be_pasted_is_never_broken() -> None:
     code = "loader = DataLoader(" + ", ".join(f"option_{number}={number}" for number in range(30)) + ")"
-    text = terminal.render(replace(STALLED, causes=(replace(COPY, remedy=code),)), 60)
+    text = terminal.render_full(replace(STALLED, causes=(replace(COPY, remedy=code),)), 60)
     assert f"\n   fix: {code}\n" in text
 
 
 def test_without_wrapping_no_sentence_is_broken() -> None:
     long = " ".join(["so much to say"] * 30)
-    text = terminal.render(replace(STALLED, causes=(replace(COPY, what=f"{long}."),)), 60, wrap=False)
+    text = terminal.render_full(replace(STALLED, causes=(replace(COPY, what=f"{long}."),)), 60, wrap=False)
     assert f"\n   {long}.\n" in text
 
 
 def test_a_report_that_was_shortened_says_so() -> None:
     causes = tuple(replace(COPY, cause=cause) for cause in CAUSES[:-1])
-    assert "\nmore    this is shortened to one screen" in terminal.render(replace(STALLED, causes=causes))
-    assert "shortened" not in terminal.render(STALLED)
+    assert "\nmore    this is shortened to one screen" in terminal.render_full(replace(STALLED, causes=causes))
+    assert "shortened" not in terminal.render_full(STALLED)
 
 
 def test_many_waits_for_launches_are_not_called_nothing_to_gain() -> None:
-    text = terminal.render(replace(HEALTHY, ledger={"computing": ms(12.3), "launch_bound": ms(19.0)}))
+    text = terminal.render_full(replace(HEALTHY, ledger={"computing": ms(12.3), "launch_bound": ms(19.0)}))
     assert "No gain is foretold: the GPU computes 39% of the step and waits 19.0 ms of it (61%) for launches." in text
     assert "Nothing to gain" not in text
 
 
 def test_much_that_is_unknown_is_not_called_nothing_to_gain() -> None:
-    text = terminal.render(replace(HEALTHY, ledger={"computing": ms(12.3), "unknown": ms(19.0)}))
+    text = terminal.render_full(replace(HEALTHY, ledger={"computing": ms(12.3), "unknown": ms(19.0)}))
     assert "Not explained: the GPU computes 39% of the step and waits 19.0 ms of it (61%)" in text
     assert "Nothing to gain" not in text
 
 
 def test_a_remedy_for_work_of_any_kind_has_no_line() -> None:
-    assert "fix:" not in terminal.render(replace(STALLED, causes=(replace(COPY, remedy="", api=""),)))
+    assert "fix:" not in terminal.render_full(replace(STALLED, causes=(replace(COPY, remedy="", api=""),)))
 
 
 def test_many_causes_still_fit_one_screen() -> None:
     many = replace(STALLED, causes=tuple(replace(COPY, cause=cause) for cause in CAUSES[:-1]))
-    text = terminal.render(many)
+    text = terminal.render_full(many)
     assert len(text.splitlines()) <= terminal.HEIGHT
     assert all(f"\n{number}  " in text for number in range(1, len(CAUSES)))
 
@@ -151,7 +151,7 @@ def test_names_cannot_steer_the_terminal_or_its_markup() -> None:
     cause = replace(
         COPY, sites=(replace(COPY.sites[0], where=evil),), what="\x1b]0;title\x07 [red]no[/red] :skull:\n\n"
     )
-    text = terminal.render(replace(STALLED, causes=(cause,), device="\x9b31m", sources=("\x1b.json", "b")))
+    text = terminal.render_full(replace(STALLED, causes=(cause,), device="\x9b31m", sources=("\x1b.json", "b")))
     assert "\x1b" not in text
     assert not any((ord(letter) < 32 and letter != "\n") or letter in "\x9b\u202e" for letter in text)
     assert "[bold]x[/bold].py" in text
@@ -159,18 +159,18 @@ def test_names_cannot_steer_the_terminal_or_its_markup() -> None:
 
 
 def test_colour_is_only_used_when_asked_for() -> None:
-    assert "\x1b[" not in terminal.render(STALLED)
-    assert "\x1b[" in terminal.render(STALLED, colour=True)
+    assert "\x1b[" not in terminal.render_full(STALLED)
+    assert "\x1b[" in terminal.render_full(STALLED, colour=True)
 
 
 def test_ascii_terminals_get_ascii() -> None:
-    text = terminal.render(STALLED, unicode=False)
+    text = terminal.render_full(STALLED, unicode=False)
     assert text.isascii()
     assert "31.3 -> 8.9 ms" in text
 
 
 def test_an_empty_ledger_is_no_crash() -> None:
-    assert "A step takes 0 ms" in terminal.render(replace(HEALTHY, plain_step=0, ledger={}))
+    assert "A step takes 0 ms" in terminal.render_full(replace(HEALTHY, plain_step=0, ledger={}))
 
 
 def test_every_place_has_a_look() -> None:
@@ -339,7 +339,7 @@ def test_an_exact_line_is_shown_as_it_is(program: Path) -> None:
 def test_the_only_call_in_the_loop_is_likely(program: Path, line: int) -> None:
     where = Where("train.py", line, "main", operator="aten::item")
     assert source_of(where) == (11, "print(loss.item())", True)
-    text = terminal.render(replace(STALLED, causes=(replace(SYNC, sites=(replace(SYNC.sites[0], where=where),)),)))
+    text = terminal.render_full(replace(STALLED, causes=(replace(SYNC, sites=(replace(SYNC.sites[0], where=where),)),)))
     assert f"about train.py:{line} in main · aten::item\n   likely line 11: print(loss.item())" in text
 
 
@@ -542,7 +542,7 @@ def test_a_timeline_of_nothing_exports_to_nothing() -> None:
 
 
 def test_predictions_keep_their_range() -> None:
-    assert "(8.4–10.1)" in terminal.render(replace(HEALTHY, causes=(COPY,), predicted=predicted(8.9, 8.4, 10.1)))
+    assert "(8.4–10.1)" in terminal.render_full(replace(HEALTHY, causes=(COPY,), predicted=predicted(8.9, 8.4, 10.1)))
 
 
 def test_places_are_links_where_a_terminal_shows_them(tmp_path: Path) -> None:
@@ -550,8 +550,8 @@ def test_places_are_links_where_a_terminal_shows_them(tmp_path: Path) -> None:
     program.write_text("loss.item()\n")
     there = replace(COPY, sites=(replace(COPY.sites[0], where=Where(str(program), 1, "main", exact=True)),))
     said = replace(STALLED, causes=(there, SYNC))
-    shown = terminal.render(said, colour=True, wrap=True)
+    shown = terminal.render_full(said, colour=True, wrap=True)
     assert f";{program.as_uri()}#1\x1b\\" in shown
     assert "model.py#" not in shown  # that file is not there
-    for elsewhere in (terminal.render(said, colour=True, wrap=False), terminal.render(said, wrap=True)):
+    for elsewhere in (terminal.render_full(said, colour=True, wrap=False), terminal.render_full(said, wrap=True)):
         assert "\x1b]8" not in elsewhere

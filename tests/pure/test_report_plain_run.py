@@ -43,10 +43,10 @@ def test_the_whole_run_is_told() -> None:
 
 
 def test_it_stands_in_the_report_and_the_report_still_fits() -> None:
-    text = terminal.render(replace(STALLED, plain_runs={0: RUN}))
+    text = terminal.render_full(replace(STALLED, plain_runs={0: RUN}))
     assert "rarely  Every 100 steps 812 ms of a checkpoint at train.py:41 · 14% of the run" in text
     assert text.count("\n") < terminal.HEIGHT
-    assert "rarely" not in terminal.render(STALLED)
+    assert "rarely" not in terminal.render_full(STALLED)
 
 
 @pytest.mark.parametrize(

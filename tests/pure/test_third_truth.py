@@ -1,6 +1,6 @@
 """The third set as it was met live on H200 (`benchmarks/stalls/third`): what its recordings showed to be missing.
 
-Seconds that the authors' fixes saved are of single pairs of runs, in docs/explanation/runs.md.
+Seconds that the authors' fixes saved are of single pairs of runs, in stallbench/whole-runs.md.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_a_plan_keeps_whole_what_it_names(two: Found) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("calls_the_module_inside", "has not travelled, or was made of other inputs; call the model that spread"),
+        ("calls_the_module_inside", "was not exchanged, or computed from other inputs; call the model that spread"),
         ("trains_another_model", r"ValueError: group 0 of SGD has a parameter of shape (4, 4) that the model"),
         ("weighs_rows_by_the_batch", "differs from one process by 0.75 and the gradient of layer."),
         ("is_compiled", "ValueError: spread got a compiled model; spread it first"),

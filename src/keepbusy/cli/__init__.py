@@ -29,31 +29,32 @@ from keepbusy.timeline.files import BadInput, write_whole
 if TYPE_CHECKING:
     from keepbusy.explain.comparison import Comparison
     from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.report.verdict import Commands
     from keepbusy.timeline.model import Timeline
     from keepbusy.traces.trace_file import EachOf
 
 
 FINE, BAD_INPUT, OWN_FAULT = 0, 2, 3
 VERBS = {
-    "explain": "which line makes the GPU wait, and what fixing it gains",
-    "run": "run a program and explain the run: on the GPU there is, or else on a virtual one",
+    "explain": "which line makes the GPU wait, and what fixing it saves",
+    "run": "run a program and explain the run, on a real GPU or a virtual one",
     "show": "a page to look at, and to send",
     "fix": "try the fixes of a program's plan, and show those that hold as a diff",
     "check": "fail where Python waits for the GPU too often, on a machine without one",
     "compare": "what changed between two runs, cause by cause",
-    "plan": "which layout of a model over many GPUs is fastest and fits, before they are rented",
+    "plan": "which layout of a model over many GPUs is fastest and fits",
     "export": "write a run for Perfetto, or as JSON or CSV",
-    "doctor": "measure what this machine can do, and find settings that harm",
+    "doctor": "measure what this machine can do, and find harmful settings",
     "completion": "complete verbs and options in bash, zsh or fish",
     "learn": "read the course: how GPUs work and wait, in programs that need none",
 }
 """Each is a file here, which is imported once its verb is called: it holds `add_arguments`, `run` and EXAMPLES."""
-DESCRIPTION = "Which line of a PyTorch program makes the GPU wait, and what fixing it gains."
+DESCRIPTION = "Which line of a PyTorch program makes the GPU wait, what fixing it saves, and the fix."
 EXAMPLES = """\
 to begin with:
   keepbusy run train.py                     run a program, and explain the run
   keepbusy explain rank*.trace.json.gz      explain a trace of PyTorch's profiler
-  keepbusy doctor                           what this machine can do, and which settings harm
+  keepbusy doctor                           what this machine can do, and which settings are harmful
 
 examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0 --save run.busy
@@ -529,17 +530,30 @@ def progress(quiet: bool = False) -> Iterator[Progress | None]:
 # An explanation shown, a run kept
 
 
-def rendered(diagnosis: Diagnosis, json: bool, again: str, shape: Screen | None = None) -> str:
-    if json:
+def add_amount(parser: argparse.ArgumentParser) -> None:
+    """How much of the explanation is printed."""
+    parser.add_argument("--full", action="store_true", help="print the whole report, not only its first ten lines")
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
+
+
+def rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Commands, shape: Screen | None = None) -> str:
+    if options.json:
         from keepbusy.report import as_json
 
         return as_json.render(diagnosis)
-    from keepbusy.report import terminal
+    from keepbusy.report import terminal, verdict
 
     shape = shape or screen()
-    return terminal.render(
-        diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode, again=again, wrap=shape.is_terminal
-    )
+    if options.full:
+        return terminal.render_full(
+            diagnosis,
+            shape.width,
+            colour=shape.colour,
+            unicode=shape.unicode,
+            commands=commands,
+            wrap=shape.is_terminal,
+        )
+    return verdict.render(diagnosis, commands, shape.width, colour=shape.colour, unicode=shape.unicode)
 
 
 def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = None) -> str:

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="end with exit code 1 if B is slower than noise, or waits in more places: slower,new-sync",
     )
     parser.add_argument(
-        "--page", metavar="OUT.html", type=Path, help="write a page with the turns of both runs as well"
+        "--page", metavar="OUT.html", type=Path, help="also write a page with the iterations of both runs"
     )
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     parser.add_argument("--quiet", action="store_true", help="show no progress")

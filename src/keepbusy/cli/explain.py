@@ -1,4 +1,4 @@
-"""Say which line makes the GPU wait, and what fixing it gains."""
+"""Say which line makes the GPU wait, and what fixing it saves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import keepbusy
 from keepbusy.cli import (
     READ,
+    add_amount,
     add_plain_step,
     add_what_if,
     add_workers,
@@ -20,6 +21,7 @@ from keepbusy.cli import (
     check_name,
     expand,
     flight_dumps,
+    last_run,
     matches,
     no_garbage_search,
     open_timeline,
@@ -31,9 +33,10 @@ from keepbusy.cli import (
 )
 from keepbusy.timeline import figures
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.run_facts import USUAL_WORKERS
 
 if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.report.verdict import Commands
     from keepbusy.traces.trace_file import EachOf
 
 EXAMPLES = """\
@@ -41,6 +44,7 @@ examples:
   keepbusy explain rank*.trace.json.gz --plain-step 25.0
   keepbusy explain traces/ --plain-step 25ms --save run.busy
   keepbusy explain run.busy --what-if host_sync,blocking_copy
+  keepbusy explain --full                       all of the last run of `keepbusy run`
   keepbusy explain run.busy --json
   keepbusy explain run.busy --hours 48 --price 2.50
   keepbusy explain /tmp/nccl_trace_rank_*       who waits for whom in a job that hangs
@@ -50,15 +54,16 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
-        nargs="+",
+        nargs="*",
         metavar="FILE",
-        help="the traces of all ranks, a folder of them, or a saved run.busy; or a flight recorder's dumps",
+        help="the traces of all ranks, a folder of them, a saved run.busy, or a flight recorder's dumps "
+        "(default: the last run of `keepbusy run`)",
     )
     add_plain_step(parser)
     add_what_if(parser)
     add_workers(parser)
-    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
-    parser.add_argument("--timeline", action="store_true", help="draw one turn below the report, in characters")
+    add_amount(parser)
+    parser.add_argument("--timeline", action="store_true", help="draw one iteration below the report, in characters")
     parser.add_argument("--hours", type=amount, metavar="H", help="what the plan saves of a run of so many hours")
     parser.add_argument(
         "--price", type=amount, metavar="P", default=0.0, help="of an hour of one GPU, to say what that is worth"
@@ -72,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Explain first, write afterwards: a run that cannot be explained leaves nothing behind."""
-    paths = expand(options.files)
+    paths = expand(options.files) if options.files else [last_run.path()]
     dumps = flight_dumps(paths)
     if dumps:
         return _hang(options, dumps, len(paths) - len(dumps))
@@ -89,7 +94,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             part(on_progress, READ, 1.0),
             options.timeline,
         )
-    text = rendered(diagnosis, options.json, _again(options))
+    text = rendered(diagnosis, options, _commands(options, diagnosis))
     if options.save:
         save(timeline, options.plain_step, options.save)
     below = list[str]()
@@ -126,14 +131,20 @@ def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Se
     return (json.dumps(as_json(verdict), indent=2), "\n") if options.json else list(told(verdict))
 
 
-def _again(options: argparse.Namespace) -> str:
-    """The command that shows this report again."""
-    asked = ["--what-if", ",".join(options.what_if)] if options.what_if else []
-    asked += ["--workers", str(options.workers)] if options.workers != USUAL_WORKERS else []
-    if options.save:
-        return shlex.join(["keepbusy", "explain", str(options.save), *asked])
+def _commands(options: argparse.Namespace, diagnosis: Diagnosis) -> Commands:
+    """What can be done next: a recorded script can be run again, a trace only be looked at."""
+    from keepbusy.report.verdict import Commands
+
     plain = [] if options.plain_step is None else ["--plain-step", figures.option(options.plain_step)]
-    return shlex.join(["keepbusy", "explain", *_folded(options.files), *plain, *asked])
+    files = [str(options.save)] if options.save else [*_folded(options.files), *plain]
+    is_script = len(diagnosis.sources) == 1 and diagnosis.sources[0].endswith(".py")
+    ranks = ["--ranks", str(len(diagnosis.given))] if len(diagnosis.given) > 1 else []
+    return Commands(
+        fix_now=shlex.join(["keepbusy", "run", "--fix", *ranks, *diagnosis.sources]) if is_script else "",
+        write_fix=shlex.join(["keepbusy", "fix", *ranks, *diagnosis.sources]) if is_script else "",
+        page=shlex.join(["keepbusy", "show", *files]),
+        full="add --full",
+    )
 
 
 def _folded(files: list[str]) -> list[str]:

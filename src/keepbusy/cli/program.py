@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 DRIVER = Path("/dev/nvidiactl")
 KEEP = "KEEPBUSY_KEEP"
 """Names a folder in which the profiler's traces are to stay."""
-_REPORTING = ("keepbusy.recording.recorded_run", "keepbusy.explain", "keepbusy.report.terminal")
+_REPORTING = ("keepbusy.recording.recorded_run", "keepbusy.explain", "keepbusy.report.verdict")
 _CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
 
 

@@ -24,6 +24,7 @@ from keepbusy.cli import (
     check_place,
     handed_on,
     hint_at_own_options,
+    last_run,
     listed,
     need_pytorch,
     program,
@@ -44,6 +45,7 @@ from keepbusy.timeline.run_facts import ran_nothing
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
     from keepbusy.fix.live.live_fixes import LiveFixes
+    from keepbusy.report.verdict import Commands
     from keepbusy.timeline.model import Timeline
 
 
@@ -90,6 +92,7 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     )
     add_what_if(parser)
     add_workers(parser)
+    parser.add_argument("--full", action="store_true", help="print the whole report, not only its first ten lines")
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
@@ -306,8 +309,8 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
 
 
 _HANDED_ON = (
-    "on", "after", "clock", "values", "clocks", "what_if", "workers", "json", "live", "fix", "without", "also", "quiet",
-    "memory", "against", "save", "page",
+    "on", "after", "clock", "values", "clocks", "what_if", "workers", "full", "json", "live", "fix", "without", "also",
+    "quiet", "memory", "against", "save", "page",
 )  # fmt: skip
 """Flags that each rank is given, too."""
 
@@ -336,7 +339,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         write_page(diagnosis, options.page_at, Path(options.script).name)
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
-    text = rendered(diagnosis, options.json, _again(options), streams.screen)
+    text = rendered(diagnosis, options, _commands(options, last_run.keep(timeline)), streams.screen)
     if options.before is not None:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
@@ -357,9 +360,20 @@ def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, st
     return told if options.json else f"{report}\n\n{told}"
 
 
-def _again(options: argparse.Namespace) -> str:
-    """The command that shows the report again: without the run, where it was kept."""
-    if options.save:
-        return shlex.join(["keepbusy", "explain", str(options.save)])
+def _commands(options: argparse.Namespace, is_last: bool) -> Commands:
+    """What can be done next. `is_last`: the run was kept, and verbs take it if no file is named."""
+    from keepbusy.report.verdict import Commands
+
     several = ["--ranks", str(program.world())] if program.world() > 1 else []
-    return shlex.join(["keepbusy", "run", *several, *_command(options)])
+    script = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    device = ["--on", options.on] if options.on != "auto" else []
+    kept = [str(options.save)] if options.save else []
+    can_show = bool(kept) or is_last
+    return Commands(
+        fix_now="" if options.fix else shlex.join(["keepbusy", "run", "--fix", *device, *several, *script]),
+        write_fix=shlex.join(["keepbusy", "fix", *device, *several, *script]),
+        page=shlex.join(["keepbusy", "show", *kept]) if can_show else "",
+        full=shlex.join(["keepbusy", "explain", *kept, "--full"])
+        if can_show
+        else shlex.join(["keepbusy", "run", "--full", *several, *_command(options)]),
+    )

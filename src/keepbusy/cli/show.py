@@ -18,6 +18,7 @@ from keepbusy.cli import (
     add_workers,
     check_place,
     expand,
+    last_run,
     open_timeline,
     part,
     progress,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
 examples:
+  keepbusy show                                the last run of `keepbusy run`
   keepbusy show run.busy
   keepbusy show before.busy after.busy
   keepbusy show rank*.trace.json.gz --plain-step 25.0 -o run.html --no-open
@@ -40,9 +42,10 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
-        nargs="+",
+        nargs="*",
         metavar="FILE",
-        help="the traces of all ranks, a folder of them, a saved run.busy, or two of these: before and after",
+        help="the traces of all ranks, a folder of them, a saved run.busy, or two of these: before and after "
+        "(default: the last run of `keepbusy run`)",
     )
     add_plain_step(parser)
     add_workers(parser)
@@ -55,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Opened where somebody sits before a screen."""
-    found = expand(options.files)
+    found = expand(options.files) if options.files else [last_run.path()]
     both = len(found) == 2 and all(one.suffix == SAVED for one in found)
     first = found[0]
     name = "-to-".join(one.name.split(".")[0] for one in found) if both else first.name.split(".")[0]
-    path = options.output or first.with_name(f"{name}.html")
+    path = options.output or (first.with_name(f"{name}.html") if options.files else Path("keepbusy.html"))
     check_place(path)
     if both:
         if options.plain_step is not None:

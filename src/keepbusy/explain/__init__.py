@@ -34,7 +34,6 @@ from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, USUAL_WORKERS, Part, PlainRun, RareStall, WindowReason
 from keepbusy.timeline.steps import (
-    has_steps,
     marked_beside,
     sample,
     step_alone,
@@ -147,7 +146,6 @@ def _explained(
         loop=_loop_named(run, timeline.facts.loop),
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
-        trains=not (timeline.facts.virtual and timeline.facts.loop) or has_steps(timeline),
         cut_short=timeline.facts.cut_short,
         stretches=_stretches(timeline),
         is_modelled=timeline.facts.modelled,

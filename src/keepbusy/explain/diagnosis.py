@@ -345,7 +345,6 @@ class Diagnosis:
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
     plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
     one_turn: bool = False  # a script without steps: what is said of a step is said of the script
-    trains: bool = True  # else what is said of a step is said of an iteration of `loop`
     plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
     run: Part | None = None  # the whole run, where it was watched
     cluster: Cluster | None = None  # all ranks, where only some of them were kept whole

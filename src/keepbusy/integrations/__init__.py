@@ -13,7 +13,7 @@ from typing import Any
 
 from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.instrument import ENDED
-from keepbusy.report import terminal
+from keepbusy.report import verdict
 from keepbusy.report.page import render as render_page
 from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import Timeline
@@ -60,7 +60,7 @@ def _log_to_tensorboard(diagnosis: Diagnosis, writer: Any, step: int | None) -> 
         writer.add_scalar(name, time, step)
     page = Path(writer.log_dir) / _PAGE
     write_whole(page, _page_of(diagnosis))
-    report = terminal.render(diagnosis).replace("\n", "\n    ")
+    report = verdict.render(diagnosis).replace("\n", "\n    ")
     writer.add_text("keepbusy", f"The page: {page}\n\n    {report}", step)
     writer.flush()
 

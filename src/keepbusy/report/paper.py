@@ -19,7 +19,7 @@ _ASCII = str.maketrans(
 )
 STRONG = "bold"
 FAINT = "dim"
-PLACE, GAIN = "cyan", "bold green"
+PLACE, GAIN, BROKEN = "cyan", "bold green", "bold red"
 
 
 WITHOUT_END = 5_000

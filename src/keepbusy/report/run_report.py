@@ -74,16 +74,17 @@ def cut_short(diagnosis: Diagnosis) -> str:
     what = said.get(ended.how, f"was killed by {tame(ended.by, 80)}")
     where = f" at {_short(ended.place)}" if ended.place else ""
     after = f" after {duration(diagnosis.run.time)}" if diagnosis.run is not None else ""
-    return f"{who} {what}{where}{after}. No advice below is based on what it left unfinished."
+    return f"{who} {what}{where}{after}."
 
 
 def headline(run: Part) -> str:
     if run.busy == NONE:
         return f"The run took {duration(run.time)}."
     if not run.busy:
-        return f"The run took {duration(run.time)}, and the GPU computed nothing in it."
-    at_work = f"{duration(run.busy)} of it ({share(run.busy, run.time)})"
-    return f"The run took {duration(run.time)}, and the GPU was at work for {at_work}."
+        return f"The run took {duration(run.time)}. The GPU computed nothing."
+    return (
+        f"The run took {duration(run.time)}. The GPU was busy for {duration(run.busy)} ({share(run.busy, run.time)})."
+    )
 
 
 def tree(run: Part, width: int) -> Iterator[RenderableType]:
@@ -147,9 +148,9 @@ def _about(part: Part) -> str:
         with_mean = span_of(min(part.low, part.usual), max(part.high, part.usual), part.usual)
         if among and span != with_mean:  # a few turns that take very long are in the mean
             among = f" on average (mostly {span})"
-        found.append(f"{duration(part.usual)} a turn{among}")
+        found.append(f"{duration(part.usual)} per iteration{among}")
     if part.busy != NONE:
-        found.append(f"GPU at work {share(part.busy, part.time)}")
+        found.append(f"GPU busy {share(part.busy, part.time)}")
     return ", ".join(found)
 
 
@@ -160,48 +161,88 @@ def _sentences(part: Part) -> Iterator[str]:
             where = f", at {_short(slow.place)}" if slow.place else ""
             yield f"{_how_often(slow)} {duration(slow.longer)} longer{where}"
     if part.warm_up_time > 0.05 * part.time:
-        turns = f"{part.warm_up} turns" if part.warm_up > 1 else "turn"
-        yield f"warm-up: {duration(part.warm_up_time)} more in the first {turns}"
+        iterations = f"{part.warm_up} iterations" if part.warm_up > 1 else "iteration"
+        yield f"warm-up: {duration(part.warm_up_time)} more in the first {iterations}"
     idlest = max(part.lines, key=lambda one: one.idle, default=None)
     if idlest is not None and idlest.idle > 0.1 * part.time and not part.parts:
         within = f"at {_short(idlest.within)}" if idlest.within else ""
         told = ", ".join(one for one in (idlest.call and f"in {tame(idlest.call, 30)}", within) if one)
         where = f"{_short(idlest.place)} ({told})" if told else _short(idlest.place)
-        yield f"the GPU had nothing to do for {duration(idlest.idle)} while the host was at {where}"
+        yield f"the GPU was idle for {duration(idlest.idle)} while Python was at {where}"
 
 
 def _how_often(slow: SlowTurns) -> str:
-    """`every second turn takes`, `3 turns take`."""
+    """`every second iteration takes`, `3 iterations take`."""
     if slow.regular and slow.every >= 1.5 and slow.count > 2:  # two of them are no rhythm
-        return f"{every(slow.every, 'turn')} takes"
-    return "one turn takes" if slow.count == 1 else f"{slow.count} turns take"
+        return f"{every(slow.every, 'iteration')} takes"
+    return "one iteration takes" if slow.count == 1 else f"{slow.count} iterations take"
 
 
 def _short(place: str) -> str:
     return words.tame(place if len(place) <= 36 else f"…{place[-35:]}", 40)
 
 
+class PlanRow(NamedTuple):
+    """A fix of the plan, and an iteration before and after it. Fixes that are not listed count as not made."""
+
+    fix: PlannedFix
+    before: int
+    after: int
+    low: int
+    high: int
+    partners: str  # numbers of the rows that it needs, as the plan counts them
+    only_with: str  # the same where it saves nothing alone, and the last of them has the prediction
+    run_before: int  # the whole run, once all fixes before it are made; NONE if that is not known
+    run_after: int
+
+
+def planned_rows(diagnosis: Diagnosis) -> list[PlanRow]:
+    """The fixes that are worth a row, in the order in which to make them."""
+    worth_it = _worth_a_row(diagnosis)
+    numbers = {fix.named: number for number, fix in enumerate(worth_it, 1)}
+    rows = list[PlanRow]()
+    run_after, not_listed = diagnosis.run.time if diagnosis.run is not None else 0, Counter[str]()
+    for fix in diagnosis.plan:
+        run_before, run_after = run_after, max(0, run_after - max(0, fix.run_gain))
+        if fix not in worth_it:
+            not_listed[turns_meant(fix)] += max(0, fix.gain)
+            continue
+        missing = not_listed[turns_meant(fix)]
+        after, low, high = (time + missing for time in (fix.predicted.step, fix.predicted.low, fix.predicted.high))
+        before = after + fix.gain
+        partners = ""
+        if fix.needs and all(name in numbers for name in fix.needs):
+            needed = {numbers[name] for name in fix.needs if worth_it[numbers[name] - 1] is not fix}
+            partners = listing([str(number) for number in sorted(needed)])
+        is_run_known = diagnosis.run is not None and fix.run_gain != NONE and run_after < diagnosis.run.time
+        rows.append(
+            PlanRow(
+                fix=fix,
+                before=before,
+                after=after,
+                low=low,
+                high=max(fix.predicted.high, min(high, before)),
+                partners=partners,
+                only_with=partners if fix.gain <= diagnosis.noise else "",
+                run_before=run_before if is_run_known else NONE,
+                run_after=run_after if is_run_known else NONE,
+            )
+        )
+    return rows
+
+
 def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """What to do first, what then, and where the run stands after each."""
-    if not diagnosis.plan:
+    """Each fix of the plan with its reason, and the run after it."""
+    rows = planned_rows(diagnosis)
+    if not rows:
         return
     yield line(("What to do", STRONG))
-    rows, number, saved = _worth_a_row(diagnosis), 0, 0
-    left_out = Counter[str]()  # what the fixes that are no rows would gain a turn: to those after them it is not done
-    for one in diagnosis.plan:
-        before, saved = saved, saved + max(0, one.run_gain)
-        if one not in rows:
-            left_out[turns_meant(one)] += max(0, one.gain)
-            continue
-        number += 1
-        others = _partners(diagnosis, one) if one.needs else ""
-        waits = bool(others) and one.gain <= diagnosis.noise  # the last of them tells what they save together
-        missing = left_out[turns_meant(one)]
-        after = [(f"only with {others}", GAIN)] if waits else _after(diagnosis, one, missing, before, saved)
-        yield line(f"{number}  ", (words.fix(one.fix), STRONG), *_places(one), "   ", *after)
-        for sentence in _said_of(one, diagnosis, others, waits):
+    for number, row in enumerate(rows, 1):
+        yield line(f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row))
+        for sentence in _said_of(row, diagnosis):
             yield line((sentence, FAINT), indent=3)
-    yield from _too_small(diagnosis, [one for one in diagnosis.plan if one not in rows])
+    listed = [row.fix for row in rows]
+    yield from _too_small(diagnosis, [fix for fix in diagnosis.plan if fix not in listed])
 
 
 def _too_small(diagnosis: Diagnosis, left: Sequence[PlannedFix]) -> Iterator[RenderableType]:
@@ -214,8 +255,8 @@ def _too_small(diagnosis: Diagnosis, left: Sequence[PlannedFix]) -> Iterator[Ren
     yield line((f"{len(left)} more would save less than {time} of this run{each}: {named}.", FAINT))
     for one in left:  # this run may be a short one of a program that runs for days
         if one.fix == "compile" and one.gain > diagnosis.noise:
-            gained = f"It may take {duration(one.gain, diagnosis.plain_step)} off each step of a longer run."
-            yield line((f"{gained} {one.reason}", FAINT), indent=3)
+            saved = f"In a longer run it may save {duration(one.gain, diagnosis.plain_step)} per iteration."
+            yield line((f"{saved} {one.reason}", FAINT), indent=3)
 
 
 def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:
@@ -247,47 +288,35 @@ def _worth_a_row(diagnosis: Diagnosis) -> list[PlannedFix]:
     return [one for one in plan if one in rows or one.named in needed]
 
 
-def _said_of(one: PlannedFix, diagnosis: Diagnosis, partners: str, waits: bool) -> Iterator[str]:
-    """Why a fix is in the plan, and with which others it goes, unless it `waits` for the last of them to tell."""
-    library = next((place.library for place in one.where), "")
+def _said_of(row: PlanRow, diagnosis: Diagnosis) -> Iterator[str]:
+    """Why a fix is in the plan, and with which others it goes."""
+    fix = row.fix
+    library = next((place.library for place in fix.where), "")
     if library and not library.startswith("torch/"):
         yield tame(f"in {library}")
-    if one.reason:
-        yield tame(one.reason)
-    for late in one.late:
+    if fix.reason:
+        yield tame(fix.reason)
+    for late in fix.late:
         yield tame(lateness(late, diagnosis.given))
-    if one.needs and not waits:
-        named = listing([tame(words.fix(other), 80) for other in dict.fromkeys(one.needs)])
-        needed = f" {partners}" if partners else f": {named}"
-        alone = "alone it gains nothing; " if one.alone <= diagnosis.noise else ""
+    if fix.needs and not row.only_with:
+        named = listing([tame(words.fix(other), 80) for other in dict.fromkeys(fix.needs)])
+        needed = f" {row.partners}" if row.partners else f": {named}"
+        alone = "alone it saves nothing; " if fix.alone <= diagnosis.noise else ""
         yield f"{alone}it goes together with{needed}"
-    if one.instead:
-        yield f"or {tame(words.fix(one.instead[0]), 80)} instead: either of the two"
+    if fix.instead:
+        yield f"alternatively, {tame(words.fix(fix.instead[0]), 80)}"
 
 
-def _partners(diagnosis: Diagnosis, one: PlannedFix) -> str:
-    """Without which fixes it gains nothing, as the plan numbers them; nothing where one of them is not in it."""
-    rows = enumerate(_worth_a_row(diagnosis), 1)
-    numbers = {other.named: number for number, other in rows if other is not one}  # two may be called alike
-    known = all(other in numbers for other in one.needs)
-    return listing([str(number) for number in sorted({numbers[other] for other in one.needs})]) if known else ""
-
-
-def _after(
-    diagnosis: Diagnosis, one: PlannedFix, left_out: int, before: int, saved: int
-) -> list[tuple[str, str] | str]:
-    """A turn, of which `left_out` is not done, and the run once it is made; `before` and `saved`: of the run, without
-    it and with it."""
-    step, low, high = (time + left_out for time in (one.predicted.step, one.predicted.low, one.predicted.high))
-    turn = step + one.gain
-    high = max(one.predicted.high, min(high, turn))
+def _after(row: PlanRow) -> list[tuple[str, str] | str]:
+    """An iteration with the fix, and the run with it and all before it."""
+    if row.only_with:
+        return [(f"only with {row.only_with}", GAIN)]
     after: list[tuple[str, str] | str] = [
-        (f"{transition(turn, step)} {turns_meant(one)}", GAIN),
-        (f" ({span_of(low, high, turn)})", FAINT),
+        (f"{transition(row.before, row.after)} {turns_meant(row.fix)}", GAIN),
+        (f" ({span_of(row.low, row.high, row.before)})", FAINT),
     ]
-    if diagnosis.run is not None and saved and one.run_gain != NONE:
-        whole = diagnosis.run.time
-        after.append((f" · the run {transition(max(0, whole - before), max(0, whole - saved))}", GAIN))
+    if row.run_after != NONE:
+        after.append((f" · the run {transition(row.run_before, row.run_after)}", GAIN))
     return after
 
 
@@ -308,17 +337,17 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
         saved, looped = sum(one.gain for one in steps), diagnosis.plain_step
     less, gpus = hours * min(1.0, saved / looped), len(diagnosis.given)
     if not less:
-        return f"The plan is empty: it saves nothing of a run of {hours:g} hours."
-    together = f", {less * gpus:,.1f} of its {gpus} GPUs together" if gpus > 1 else ""
-    worth = f"; at {price:g} an hour of a GPU that is {less * gpus * price:,.2f}" if price else ""
-    return f"The plan saves {less:,.1f} hours of a run of {hours:g} hours{together}{worth}."
+        return f"The plan is empty: it saves nothing in a run of {hours:g} hours."
+    together = f", {less * gpus:,.1f} hours of {gpus} GPUs" if gpus > 1 else ""
+    worth = f", worth {less * gpus * price:,.2f} at {price:g} per GPU hour" if price else ""
+    return f"The plan saves {less:,.1f} of {hours:g} hours{together}{worth}."
 
 
 def turns_meant(one: PlannedFix) -> str:
-    """Of which turns the fix speaks."""
+    """Which iterations a fix makes shorter."""
     if one.loop:
-        return f"a turn of the loop at {_loop(one.loop)}"
-    return every(one.every, "step") if one.every else "a step"
+        return f"per iteration of the loop at {_loop(one.loop)}"
+    return every(one.every, "iteration") if one.every else "per iteration"
 
 
 def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -327,9 +356,9 @@ def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         inner = one.diagnosis
         often = f", {one.turns:,} of them" if one.turns else ""
         computing = share(inner.ledger.get(COMPUTING, 0), inner.plain_step)
-        alone = " without the loops in it" if _is_part(diagnosis.run, one.place, inner.plain_step) else ""
-        takes = f": a turn{alone} takes {duration(inner.plain_step)}{often}; the GPU computes {computing} of it."
-        nothing = "" if inner.plan else " Nothing to gain there."
+        alone = " without its inner loops" if _is_part(diagnosis.run, one.place, inner.plain_step) else ""
+        takes = f": an iteration{alone} takes {duration(inner.plain_step)}{often}. The GPU computes {computing} of it."
+        nothing = "" if inner.plan else " There is nothing to save."
         yield line(("The loop at ", STRONG), (_loop(one.place), PLACE), takes, nothing)
         yield line("")
 
@@ -371,8 +400,8 @@ def bubble(diagnosis: Diagnosis) -> Iterator[str]:
     """Of a pipeline, what its shape costs."""
     time = diagnosis.ledger.get("pipeline_bubble", 0)
     if time > diagnosis.noise:
-        lost = f"{duration(time, diagnosis.plain_step)} a step ({share(time, diagnosis.plain_step)})"
-        yield f"the stages of the pipeline wait {lost} for each other's messages"
+        lost = f"{duration(time, diagnosis.plain_step)} per iteration ({share(time, diagnosis.plain_step)})"
+        yield f"the pipeline stages wait {lost} for each other's messages"
 
 
 def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
@@ -386,7 +415,7 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
         total, name = sum(one.count for one in places), look(places[0].cause).name
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
-        often = f"{count(total)} a step" if count(total) != "0" else every(1 / total, "step")
+        often = f"{count(total)} per iteration" if count(total) != "0" else every(1 / total, "iteration")
         yield f"{name}{where}{more} ({often}) {_cost(places[0].gain, step)}: {tame(why)}"
 
 
@@ -395,13 +424,13 @@ def _lessons(seen: Iterable[Harmless], step: int) -> Iterator[str]:
     for one in sorted(seen, key=lambda one: -one.held):
         if one.why and one.held >= LESSON_MATTERS * step:
             often = f", {count(one.count)} times" if one.count > 1 else ""
-            yield f"{words.spot(one.where, 50)} holds Python for {duration(one.held, step)}{often}: {tame(one.why)}"
+            yield f"{words.spot(one.where, 50)} blocks Python for {duration(one.held, step)}{often}: {tame(one.why)}"
 
 
 def _cost(gain: int, step: int) -> str:
     if gain < 0.005 * step:
         return "costs nothing here"
-    return f"costs too little here to be told from noise ({duration(gain, step)})"
+    return f"costs less than the noise here ({duration(gain, step)})"
 
 
 def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[RareStep] = ()) -> Iterator[tuple[str, str]]:
@@ -425,7 +454,7 @@ def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[RareStep] = ()) -> 
             left.remove(mine)
             yield from (("", sentence) for sentence in of_stall(mine))
     if run.fault:
-        yield "note", tame(f"The marks ended before the run did ({run.fault}); report it, please.")
+        yield "note", tame(f"Step times were not measured to the end of the run ({run.fault}). Please report it.")
 
 
 def where_of(stall: RareStall) -> Where:
@@ -445,29 +474,29 @@ def _where(lines: tuple[str, ...]) -> Where:
 
 def _steps(run: PlainRun) -> str:
     span = span_of(run.low, run.high, run.step)
-    begun = f" The first {run.warm_up} took {duration(run.warm_up_time)} in all." if run.warm_up else ""
-    return f"Of {run.steps:,} steps that were not recorded eight in ten take {span} {unit_of(run.step)}.{begun}"
+    begun = f" The first {run.warm_up} took {duration(run.warm_up_time)} in total." if run.warm_up else ""
+    return f"80% of the {run.steps:,} steps that were not recorded take {span} {unit_of(run.step)}.{begun}"
 
 
 def _lead(run: PlainRun) -> str:
     if run.no_lead >= NO_LEAD:
-        return "The host has no lead: when a step ends, the GPU has nothing left to do."
+        return "Python has no lead: when a step ends, the GPU is idle."
     seldom = f", but in {share(round(1000 * run.no_lead), 1000)} of the steps it has no lead"
-    return f"When a step ends, the host is {duration(run.lead)} ahead{seldom if run.no_lead >= SOME_LEAD else ''}."
+    return f"When a step ends, Python is {duration(run.lead)} ahead{seldom if run.no_lead >= SOME_LEAD else ''}."
 
 
 def _of_each_step(run: PlainRun) -> Iterator[str]:
     """What holds up the host in every step, or in any."""
-    for time, what in ((run.input, "waits for input"), (run.collector, "is held up by the garbage collector")):
+    for time, what in ((run.input, "waits for input"), (run.collector, "collects garbage")):
         if time >= max(1, MATTERS * run.step):
-            yield f"The host {what} for {duration(time)} of each step ({share(time, run.step)})."
+            yield f"Python {what} for {duration(time)} of each step ({share(time, run.step)})."
     if run.delayed >= DELAY_MATTERS:
         lost = share(round(1000 * run.delayed), 1000)
-        yield f"For {lost} of the run the program was ready to go on, but other work had the host's processors."
+        yield f"For {lost} of the run the program was ready to run, but other processes used the CPU cores."
     if run.requests >= MATTERS:
-        yield f"PyTorch asks the driver for memory {count(run.requests)} times a step, also after the warm-up."
+        yield f"PyTorch requests memory from the driver {count(run.requests)} times per step, also after the warm-up."
     if run.retries:
-        yield f"The memory was full {run.retries} times: PyTorch gave back what it had cached and asked again."
+        yield f"GPU memory was full {run.retries} times. PyTorch freed its cache and requested memory again."
 
 
 def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
@@ -494,7 +523,7 @@ def _comes_with(stall: RareStall, other: RareStall) -> bool:
 def _stall(stall: RareStall, rank: int) -> str:
     where = where_of(stall)
     source = source_of(where) if where.file else None
-    place = f" at {words.spot(where, 50)}" if where.file else "" if stall.what else ", nobody saw where"
+    place = f" at {words.spot(where, 50)}" if where.file else "" if stall.what else ", at an unknown line"
     place += f" ({tame(where.library, 50)})" if where.library else ""
     text = f": {words.cut(source.text, 50)}" if source else ""
     caller = called_at(stall)
@@ -518,11 +547,11 @@ def of_stall(rare: RareStep) -> Iterator[str]:
     """Why such a step takes long, and what fixing it gains a step, averaged over those between that do not stall."""
     if not rare.causes:
         busy = share(rare.ledger.get(COMPUTING, 0), rare.plain_step)
-        yield f"In step {rare.step}, which was looked at, the GPU computes for {busy} of it: no fix gains much there."
+        yield f"In step {rare.step}, which was recorded, the GPU computes {busy} of the time. No fix saves much there."
     for number, cause in enumerate(rare.causes[:CAUSES_SHOWN]):
         before, after = rare.plain_step, cause.predicted.step
         fixed = f"fixed, such a step takes {transition(before, after)}"
-        yield f"{_cause(cause)} · {fixed}: {duration(rare.gain_of(cause.predicted))} less a step on average"
+        yield f"{_cause(cause)} · {fixed}, which saves {duration(rare.gain_of(cause.predicted))} per step on average"
         code = fix_line(cause)
         if code and code not in [fix_line(one) for one in rare.causes[:number]]:
             yield f"fix: {code}"
@@ -540,10 +569,10 @@ def of_change(first: Diagnosis, later: ChangedSteps) -> Iterator[str]:
     step = f"{duration(now.plain_step)} instead of {duration(first.plain_step, now.plain_step)}"
     new, place = _new(first, now), _changed_most(first, now)
     if new:
-        what = f"{_cause(new)}, which cost nothing before; without it {duration(new.predicted.step)}"
+        what = f"{_cause(new)}, which cost nothing before (without it {duration(new.predicted.step)})"
     else:
         what = _what_changed(place, first, now)
-    yield f"Since step {later.since} a step takes {step}, {change(first.plain_step, now.plain_step)}: {what}"
+    yield f"From step {later.since} on a step takes {step}, {change(first.plain_step, now.plain_step)}: {what}"
     grew = now.ledger.get(place, 0) > first.ledger.get(place, 0)
     grown = next((one for one in now.causes if grew and one.cause == place), None)
     if (cause := new or grown) and (code := fix_line(cause)):
@@ -603,13 +632,13 @@ def _loops_so_far(run: Part, room: int) -> Iterator[Text]:
     """The run and its longest loops, in its order."""
     loops = [(depth, part) for depth, part in _with_depth(run, 0) if part.time >= WORTH_A_LINE * run.time]
     shortest = sorted((part.time for _, part in loops), reverse=True)[: max(0, room - 1)]
-    at_work = f", GPU at work {share(run.busy, run.time)}" if run.busy != NONE else ""
+    at_work = f", GPU busy {share(run.busy, run.time)}" if run.busy != NONE else ""
     yield Text.assemble((f"{duration(run.time)} so far{at_work}", FAINT))
     for depth, part in loops:
         if shortest and part.time >= shortest[-1]:
             turns = f"  ×{part.turns:,}" if part.turns else ""
-            turn = f"  {duration(part.turn)} a turn" if part.turn != NONE else ""
-            busy = f"  GPU at work {share(part.busy, part.time)}" if part.busy != NONE else ""
+            turn = f"  {duration(part.turn)} per iteration" if part.turn != NONE else ""
+            busy = f"  GPU busy {share(part.busy, part.time)}" if part.busy != NONE else ""
             place = words.tame(part.place.rpartition("/")[2], 30)
             yield Text.assemble(f"{'  ' * depth}{place}{turns}  ", (duration(part.time, run.time), STRONG), turn, busy)
 
@@ -625,7 +654,7 @@ def _first_fix(diagnosis: Diagnosis) -> Text:
     first = diagnosis.plan[0]
     where = f" at {words.spot(first.where[0], 30)}" if first.where else ""
     gain = transition(first.predicted.step + first.gain, first.predicted.step)
-    return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} a turn")
+    return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} per iteration")
 
 
 def live_line(figures: Figures | None, diagnosis: Diagnosis | None, now: int, width: int, colour: bool = True) -> str:
@@ -665,7 +694,7 @@ def _step_so_far(figures: Figures | None, now: int) -> list[_Said]:
         return [_Said("none", "no steps yet")]
     steps, passed = _Said("step", f"step {figures.steps}"), now - figures.ended
     if figures.limit and passed > max(figures.limit, 10**9):
-        late = f"the next one takes {duration(passed)} so far, instead of {duration(figures.step)}"
+        late = f"the next step takes {duration(passed)} so far, instead of {duration(figures.step)}"
         return [steps, _Said("late", late)]
     spread = span_of(figures.low, figures.high, figures.step)
     return [steps, _Said("time", duration(figures.step)), _Said("spread", f"({spread})"), *_lead_now(figures.lead)]
@@ -685,5 +714,5 @@ def _worst_line(diagnosis: Diagnosis | None) -> list[_Said]:
     for cause in diagnosis.causes[:1]:
         where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
         wait = duration(cause.wait, diagnosis.plain_step)
-        parts.append(_Said("worst", f"{look(cause.cause).name} {words.spot(where, 30)}: {wait} a step", STRONG))
+        parts.append(_Said("worst", f"{look(cause.cause).name} {words.spot(where, 30)}: {wait} per step", STRONG))
     return parts

@@ -5,7 +5,6 @@ Also very many ranks on a few lines, and two runs held against each other.
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -24,14 +23,14 @@ from keepbusy.explain.diagnosis import (
     Diagnosis,
     Prediction,
 )
-from keepbusy.report import run_report, words
+from keepbusy.report import run_report, verdict, words
 from keepbusy.report.paper import (
+    BROKEN,
     FAINT,
     GAIN,
     PLACE,
     STRONG,
     WITHOUT_END,
-    label,
     labelled,
     laid_out,
     line,
@@ -44,135 +43,74 @@ from keepbusy.timeline import figures
 from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.run_facts import Cluster, Straggler
 
-HEIGHT = 39  # one screen, and the prompt below it
 _BLANK = line("")
 _WORTH_A_PLACE = 0.05
-"""Of a cause's wait: a place with less is not named."""
-_UNEXPLAINED = 0.1
-"""Of the step: with so much unknown nobody can say that there is nothing to gain."""
+"""Of a cause's idle time: a place with less is not named."""
 
 
-class _Detail(NamedTuple):
-    """How much is said, so that it fits the screen."""
-
-    causes: int  # so many in full, the others in one line each
-    advice: bool = False
-    sites: bool = False
-
-
-_DETAILS = (_Detail(9, True, True), _Detail(9, True), _Detail(9), _Detail(3, True), _Detail(3), _Detail(2), _Detail(1))
-
-
-def render(
+def render_full(
     diagnosis: Diagnosis,
     width: int = 100,
     *,
     colour: bool = False,
     unicode: bool = True,
-    again: str = "",
+    commands: verdict.Commands = verdict.Commands(),  # noqa: B008 -- it cannot change
     wrap: bool = True,
 ) -> str:
-    """The report as text, with as much detail as one screen holds. Without `wrap` no line is broken."""
-    text, sheet = "", width if wrap else WITHOUT_END
-    tree = [_BLANK] * 3 + [*run_report.tree(diagnosis.run, width)] if diagnosis.run is not None else []
-    late = diagnosis.cluster.stragglers[:_STRAGGLERS_NAMED] if diagnosis.cluster is not None else ()
-    height = HEIGHT + laid_out(tree, sheet, colour, unicode, links=wrap).count("\n") + len(late)
-    for detail in _DETAILS:
-        text = laid_out(parts(diagnosis, width, detail, colour, again), sheet, colour, unicode, links=wrap)
-        if text.count("\n") < height:
-            break
-    if not diagnosis.trains:
-        for said, instead in _SAID_OF_AN_ITERATION:
-            text = text.replace(said, instead.format(loop=diagnosis.loop))
-    return _of_a_script(text) if diagnosis.one_turn else text
-
-
-_SAID_OF_A_SCRIPT = (
-    (" · 1 step", " · the whole script"),
-    ("A step takes", "From its first launch on, the script takes"),
-    ("of the step", "of the script"),
-    ("the step up", "the script up"),
-    ("the step is", "the script is"),
-    ("in the training loop", "between launches"),
-    ("The training thread does", "Python does"),
-    ("take the host's work out of the loop", "move the host's work elsewhere"),
-    ("Do it less often, or in a thread beside the loop;", "Do it earlier, later or in a thread beside this;"),
-    ("once the next step is launched", "once more work is launched"),
-)
-
-
-_SAID_OF_AN_ITERATION = (
-    ("A step takes", "An iteration of {loop} takes"),
-    (" a step", " an iteration"),
-    ("of the step", "of the iteration"),
-    ("the step up", "the iteration up"),
-    ("the step is", "the iteration is"),
-    ("The step as a whole", "The iteration as a whole"),
-    ("its steps differ", "its iterations differ"),
-    ("in the training loop", "in the loop"),
-    ("The training thread does", "Python does"),
-)
-
-
-def _of_a_script(text: str) -> str:
-    """What is said of a step is said of the whole script, where that is the one step."""
-    for said, instead in _SAID_OF_A_SCRIPT:
-        text = text.replace(said, instead)
-    for said in (" a step later", " a step ahead", " a step"):
-        text = text.replace(said, said.removeprefix(" a step"))
-    return text
+    """The full report as text. Without `wrap` no line is broken."""
+    return laid_out(
+        parts(diagnosis, width, colour, commands), width if wrap else WITHOUT_END, colour, unicode, links=wrap
+    )
 
 
 def parts(
-    diagnosis: Diagnosis, width: int, detail: _Detail = _DETAILS[0], colour: bool = False, again: str = ""
+    diagnosis: Diagnosis,
+    width: int,
+    colour: bool = False,
+    commands: verdict.Commands = verdict.Commands(),  # noqa: B008
 ) -> Iterator[RenderableType]:
     """The report's paragraphs, from top to bottom."""
-    if ended := run_report.cut_short(diagnosis):
-        yield line((ended, _WORSE))
-    yield line(("keepbusy", STRONG), (_head(diagnosis), FAINT))
+    yield from verdict.cut_short(diagnosis, width)
+    yield verdict.header(diagnosis, width)
+    yield _BLANK
+    yield line((verdict.statement(diagnosis), STRONG))
     yield _BLANK
     if diagnosis.cluster is not None:
         yield from _late_ranks(diagnosis.cluster)
+        yield _BLANK
+    yield from run_report.plan(diagnosis)
+    if diagnosis.plan:
         yield _BLANK
     if diagnosis.run is not None:
         yield line(run_report.headline(diagnosis.run))
         yield _BLANK
         yield from run_report.tree(diagnosis.run, width)
         yield _BLANK
-    yield from run_report.plan(diagnosis)
-    if diagnosis.plan:
-        yield _BLANK
     if diagnosis.steps:
         yield from _step(diagnosis, width, colour)
         yield _BLANK
-        yield from _causes(diagnosis, width, detail)
-        yield from _verdict(diagnosis)
+        for number, cause in enumerate(diagnosis.causes, 1):
+            yield from _cause(diagnosis, number, cause, width)
+            yield _BLANK
+        yield from _all_fixed(diagnosis)
     elif diagnosis.plain_step:
-        yield line("A step takes ", (duration(diagnosis.plain_step), STRONG), ".")
+        yield line("An iteration takes ", (duration(diagnosis.plain_step), STRONG), ".")
         yield _BLANK
     yield from run_report.loops(diagnosis)
     if margin := list(run_report.margin(diagnosis)):
         yield labelled(margin)
-    if len(diagnosis.causes) > detail.causes or not detail.advice:
-        yield unbroken((label("more"), FAINT), "this is shortened to one screen; with --json all of it is there")
-    yield unbroken((label("again"), FAINT), again or _again(diagnosis))
-
-
-def _head(diagnosis: Diagnosis) -> str:
-    ranks, steps = len(diagnosis.given), diagnosis.steps
-    source, device = words.files(diagnosis.sources), tame(diagnosis.device, 40)
-    kind, place = ("step", "") if diagnosis.trains else ("iteration", f" of {diagnosis.loop}")
-    seen = f"{steps} {kind}{'' if steps == 1 else 's'}{place}" if steps else ""
-    facts = (source, device, f"{ranks:,} ranks" if ranks > 1 else "", seen)
-    return "".join(f" · {fact}" for fact in facts if fact)
+        yield _BLANK
+    yield from verdict.next_commands(commands._replace(full=""), width, side_by_side=False)
 
 
 def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[RenderableType]:
+    """Where the time of one iteration goes."""
     whole = diagnosis.plain_step
+    what = "From its first launch on, the script takes " if diagnosis.one_turn else "An iteration takes "
     yield line(
-        "A step takes ",
+        what,
         (duration(whole), STRONG),
-        ". " if diagnosis.plain_given else " in this trace. ",
+        ". " if diagnosis.plain_given else " in this recording. ",
         f"The GPU {_what_it_does(diagnosis)}.",
     )
     rows = rows_of(diagnosis.ledger, [cause.cause for cause in diagnosis.causes])
@@ -183,76 +121,52 @@ def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[Renderable
 
 
 def _what_it_does(diagnosis: Diagnosis) -> str:
-    """`computes for 8.0 ms of it (25%), copies for 22.7 ms (72%) and waits for 0.7 ms (2%)`."""
+    """`computes for 8.0 ms of it (25%), copies for 22.7 ms (72%) and is idle for 0.7 ms (2%)`."""
     whole, ledger = diagnosis.plain_step, diagnosis.ledger
     done = [("computes", ledger.get(COMPUTING, 0)), ("copies", ledger.get(COPYING, 0))]
-    done += [("exchanges data", ledger.get(WIRE, 0)), ("waits", diagnosis.waiting)]
-    shown = [(verb, time) for verb, time in done if verb in ("computes", "waits") or time >= 0.01 * whole]
-    told = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
-    return listing(told).replace(" (", " of it (", 1)
+    done += [("exchanges data", ledger.get(WIRE, 0)), ("is idle", diagnosis.waiting)]
+    shown = [(verb, time) for verb, time in done if verb in ("computes", "is idle") or time >= 0.01 * whole]
+    texts = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
+    return listing(texts).replace(" (", " of it (", 1)
 
 
-def _causes(diagnosis: Diagnosis, width: int, detail: _Detail) -> Iterator[RenderableType]:
-    for number, cause in enumerate(diagnosis.causes, 1):
-        if number <= detail.causes:
-            yield from _in_full(diagnosis, number, cause, detail, width)
-            yield _BLANK
-        else:
-            yield _in_one_line(diagnosis, number, cause)
-    if len(diagnosis.causes) > detail.causes:
-        yield _BLANK
-
-
-def _in_full(diagnosis: Diagnosis, number: int, cause: Cause, detail: _Detail, width: int) -> Iterator[RenderableType]:
+def _cause(diagnosis: Diagnosis, number: int, cause: Cause, width: int) -> Iterator[RenderableType]:
+    """A cause with its code: what happened, what it costs, and what to write instead."""
     step, shown = diagnosis.plain_step, look(cause.cause)
-    waits = f"GPU waits {duration(cause.wait, step)} a step for it, {share(cause.wait, step)}"
-    explained = 2 * cause.wait >= step - cause.predicted.step  # else what is saved is not waiting but copying
-    # of what compiling takes away nobody knows how much: what is expected of it stands in the plan
-    gain = [] if cause.fix == "compile" else _prediction(step, cause.predicted)
+    per = "" if diagnosis.one_turn else " per iteration"
+    idle = f"GPU idle {duration(cause.wait, step)}{per} ({share(cause.wait, step)})"
     yield line((f"{number}  ", f"bold {shown.colour}"), (shown.sentence, STRONG), (f" · {cause.cause}", FAINT))
-    if gain:
-        yield line(*gain, f" · the {waits}" if explained else "", indent=3)
+    if cause.fix == "compile":  # how much compiling saves is not known before it is tried
+        yield line(idle, indent=3)
     else:
-        yield line(f"The {waits}", indent=3)
+        yield line(f"{idle} · without it ", *_prediction(step, cause.predicted), indent=3)
     if cause.same_wait_as:
         yield line(_same_wait(diagnosis, cause), indent=3)
     yield _place(cause, width)
     yield line(tame(cause.what), indent=3)
-    if detail.sites and (others := _other_sites(cause)):
+    if others := _other_sites(cause):
         yield line((others, FAINT), indent=3)
     for late in diagnosis.late if cause.cause in run_report.AMONG_RANKS else ():
         yield line(run_report.lateness(late, diagnosis.given), indent=3)
-    if detail.advice and cause.advice:
+    if cause.advice:
         yield line(tame(cause.advice), indent=3)
     if code := fix_line(cause):
         yield unbroken(("   fix: ", FAINT), (code, STRONG))
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
-    number = [one.cause for one in diagnosis.causes].index(cause.same_wait_as)
+    number = [other.cause for other in diagnosis.causes].index(cause.same_wait_as)
     alike = abs(diagnosis.causes[number].predicted.step - cause.predicted.step) <= diagnosis.noise
     rest = "fix either of them" if alike else "fixing that one removes this as well"
-    return f"This is the same waiting as in {number + 1}: {rest}."
-
-
-def _in_one_line(diagnosis: Diagnosis, number: int, cause: Cause) -> RenderableType:
-    shown = look(cause.cause)
-    place = (f" · {words.spot(cause.where, 40)}", PLACE + link_to(cause.where))
-    library = cause.where.library
-    inside = f" · {tame(library, 50)}" if library and not library.startswith("torch/") else ""
-    return line(
-        (f"{number}  ", f"bold {shown.colour}"),
-        f"{shown.name}: ",
-        *_prediction(diagnosis.plain_step, cause.predicted),
-        place,
-        (inside, FAINT),
-    )
+    return f"This is the same idle time as in {number + 1}: {rest}."
 
 
 def _prediction(step: int, predicted: Prediction) -> list[tuple[str, str] | str]:
-    """`31.3 → 8.9 ms, 72% less (8.4–10.1)`."""
-    gain = f"{figures.transition(step, predicted.step)}, {figures.change(step, predicted.step)}"
-    return [(gain, GAIN), (f" ({figures.span_of(predicted.low, predicted.high, step)})", FAINT)]
+    """`31.3 → 8.9 ms (8.4–10.1)`."""
+    return [
+        (figures.transition(step, predicted.step), GAIN),
+        (f" ({figures.span_of(predicted.low, predicted.high, step)})", FAINT),
+    ]
 
 
 def _place(cause: Cause, width: int) -> RenderableType:
@@ -285,47 +199,17 @@ def _other_sites(cause: Cause) -> str:
     return f"also {listing(named)}" if named else ""
 
 
-def _verdict(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """What all of it gives; or that there is nothing to gain."""
+def _all_fixed(diagnosis: Diagnosis) -> Iterator[RenderableType]:
+    """What fixing everything saves."""
     step, after = diagnosis.plain_step, diagnosis.predicted
+    noise = (f" · noise: ±{duration(diagnosis.noise)}" if diagnosis.noise else "", FAINT)
     if diagnosis.fixed:
-        named = listing(list(diagnosis.fixed))
-        yield line((f"With {named} fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
+        yield line((f"With {listing(list(diagnosis.fixed))} fixed: ", STRONG), *_prediction(step, after), noise)
     elif len(diagnosis.causes) > 1:
-        yield line(("All of this fixed: ", STRONG), *_prediction(step, after), _floor(diagnosis))
-    elif not diagnosis.causes:
-        yield line((_nothing_to_gain(diagnosis), STRONG))
+        yield line(("All of this fixed: ", STRONG), *_prediction(step, after), noise)
     else:
         return
     yield _BLANK
-
-
-def _floor(diagnosis: Diagnosis) -> tuple[str, str]:
-    return (f" · gains below {duration(diagnosis.noise)} are noise" if diagnosis.noise else "", FAINT)
-
-
-def _nothing_to_gain(diagnosis: Diagnosis) -> str:
-    step, unknown = diagnosis.plain_step, diagnosis.ledger.get("unknown", 0)
-    busy = share(diagnosis.ledger.get(COMPUTING, 0), step)
-    noise = f" of {duration(diagnosis.noise)}" if diagnosis.noise else ""
-    if unknown > max(diagnosis.noise, _UNEXPLAINED * step):
-        lost = f"{duration(unknown, step)} of it ({share(unknown, step)})"
-        unseen = "for reasons that this recording does not show"
-        return f"Not explained: the GPU computes {busy} of the step and waits {lost} {unseen}."
-    if any("pipeline_bubble" in one.causes for one in diagnosis.plan):
-        return f"The GPU computes {busy} of the step: no line is to blame; its stages wait for each other."
-    launches = diagnosis.ledger.get("launch_bound", 0)
-    if launches > max(diagnosis.noise, _UNEXPLAINED * step):  # as where compiled code was run as written
-        lost = f"{duration(launches, step)} of it ({share(launches, step)})"
-        return f"No gain is foretold: the GPU computes {busy} of the step and waits {lost} for launches."
-    here = "in an ordinary step" if diagnosis.plan else "here"
-    verdict = "No line is to blame" if any(run_report.bubble(diagnosis)) else f"Nothing to gain {here}"
-    return f"{verdict}: the GPU computes {busy} of the step, and no fix saves more than the noise{noise}."
-
-
-def _again(diagnosis: Diagnosis) -> str:
-    plain = ["--plain-step", figures.option(diagnosis.plain_step)] if diagnosis.plain_given else []
-    return tame(shlex.join(["keepbusy", "explain", *diagnosis.sources, *plain]))
 
 
 # Where a step goes: a bar, and what its cells mean
@@ -426,12 +310,12 @@ _NEGLIGIBLE = 0.02
 
 def _late_ranks(cluster: Cluster) -> Iterator[RenderableType]:
     """Who is late, then what the others are like."""
-    yield line(("Who is late", STRONG), (f"   a step of these recordings takes {duration(cluster.step)}", FAINT))
+    yield line(("Late ranks", STRONG), (f"   a step of these recordings takes {duration(cluster.step)}", FAINT))
     before = cluster.step
     for number, one in enumerate(cluster.stragglers[:_STRAGGLERS_NAMED], 1):
-        where = "the GPU computes" if one.computing else "the host takes"
+        where = "the GPU computes" if one.computing else "Python takes"
         yield line(
-            f"{number}  ", (_who(one), PLACE), f": {where} {duration(one.late)} a step longer than elsewhere   ",
+            f"{number}  ", (_who(one), PLACE), f": {where} {duration(one.late)} longer per step than elsewhere   ",
             (f"{figures.transition(before, one.left)} without", GAIN),
         )  # fmt: skip
         before = one.left
@@ -465,12 +349,12 @@ def _of_the_others(cluster: Cluster) -> Iterator[str]:
         name = f"The other {len(others):,}" if late else f"All {len(others):,}"
         yield (
             f"{name} ranks{on_hosts} take {figures.span_of(own[0], own[-1], own[-1])} {figures.unit_of(own[-1])} "
-            f"a step by themselves, and half of all ranks {duration(cluster.typical)} or less."
+            f"per step by themselves, and half of all ranks {duration(cluster.typical)} or less."
         )
     beyond = cluster.step - max(one.own for one in cluster.ranks)
     if beyond > _NEGLIGIBLE * cluster.step:
         part = f"{duration(beyond)} of the step ({share(beyond, cluster.step)})"
-        yield f"{part} is more than the slowest needs: data travels, or now one comes last and now another."
+        yield f"{part} is more than the slowest needs: communication, or a different rank is last each time."
     yield from _different_work(cluster)
 
 
@@ -479,12 +363,12 @@ def _different_work(cluster: Cluster) -> Iterator[str]:
     if len(kinds) > 1:
         first = {kind: next(one.rank for one in cluster.ranks if one.kind == kind) for kind in kinds}
         each = [f"{count:,} like rank {first[kind]}" for kind, count in kinds.most_common(4)]
-        yield f"By their collectives they do {len(kinds)} different things: {listing(each)}."
+        yield f"Judging by their collectives, they do {len(kinds)} different things: {listing(each)}."
 
 
 # Two runs held against each other
 
-_BETTER, _WORSE = "bold green", "bold red"
+_BETTER, _WORSE = GAIN, BROKEN
 _VERDICT_STYLES = {GONE: _BETTER, SMALLER: "green", LARGER: "red", NEW: _WORSE}
 _WORTH_COMPARING = 0.005
 """Of the longer step: a place with less in both runs is not shown."""
@@ -522,18 +406,18 @@ def _step_changed(comparison: Comparison) -> RenderableType:
     if comparison.runs != (1, 1):
         noise = f" (noise {duration(step.noise)}, of {comparison.runs[0]} and {comparison.runs[1]} runs)"
     if not step.significant:
-        same = f"The step is the same within noise: {figures.transition(step.before, step.after)}"
+        same = f"An iteration takes the same time within noise: {figures.transition(step.before, step.after)}"
         return line((same, STRONG), (noise, FAINT))
     style = (_BETTER if step.difference < 0 else _WORSE) if known else STRONG
     gain = f"{figures.transition(step.before, step.after)}, {figures.change(step.before, step.after)}"
-    return line("A step takes ", (gain, style), (noise, FAINT))
+    return line("An iteration takes ", (gain, style), (noise, FAINT))
 
 
 def _predicted(comparison: Comparison) -> Iterator[RenderableType]:
     predicted, step = comparison.predicted, comparison.step
     if predicted is not None:
         span = figures.span_of(predicted.low, predicted.high, step.before)
-        yield line(f"Predicted was {figures.transition(step.before, predicted.step)} ({span}).")
+        yield line(f"Predicted: {figures.transition(step.before, predicted.step)} ({span}).")
 
 
 def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
@@ -549,20 +433,20 @@ def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
     if comparison.foretold is not None:
         step, foretold = comparison.step, comparison.foretold
         span = figures.span_of(foretold.low, foretold.high, step.before)
-        said = f"{figures.transition(step.before, foretold.step)} a step ({span}); it takes "
+        said = f" {figures.transition(step.before, foretold.step)} per iteration ({span}); measured "
         came = f"{duration(step.after, step.before)}: {_how_it_came(foretold.low, foretold.high, step)}"
-        yield line(("foretold ", FAINT), said, came)
+        yield line(("predicted", FAINT), said, came)
     if comparison.run is not None and comparison.made:
         run, foretold_run = comparison.run, comparison.run_foretold
-        said = f"the run {figures.transition(run.before, foretold_run)}; it took {duration(run.after, run.before)}"
-        yield line(("foretold ", FAINT), said)
+        said = f" the run {figures.transition(run.before, foretold_run)}; measured {duration(run.after, run.before)}"
+        yield line(("predicted", FAINT), said)
 
 
 def _how_it_came(low: int, high: int, step: Change) -> str:
     """Whether it came as foretold, as far as two runs can be told apart."""
     if low - step.noise <= step.after <= high + step.noise:
-        return "as foretold"
-    return "more gained than foretold" if step.after < low else "less gained than foretold"
+        return "as predicted"
+    return "faster than predicted" if step.after < low else "slower than predicted"
 
 
 def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
@@ -604,5 +488,5 @@ def _causes_changed(comparison: Comparison) -> Iterator[RenderableType]:
 def _cause_changed(change: CauseChange) -> Iterator[tuple[str, str]]:
     yield look(change.cause).name, STRONG
     gain = change.predicted_gain
-    yield f" · fixing it gains {figures.transition(gain.before, gain.after)} · ", ""
+    yield f" · fixing it: {figures.transition(gain.before, gain.after)} · ", ""
     yield words.spot(change.where), "cyan"

@@ -70,7 +70,7 @@ def _of_known_length(batches: Iterable[T], count: int, total: int) -> Iterator[M
     if not last:
         raise RuntimeError(
             f"accumulate counted on len(batches) = {total} and got {place + 1}, so the gradients of the last "
-            f"{place % count + 1} have not travelled; give it an iterable without a length, or with the right one"
+            f"{place % count + 1} were not sent; give it an iterable without a length, or with the right one"
         )
 
 
@@ -150,7 +150,7 @@ class Deferral:
         elif not self._last:
             raise NotDeferred(
                 "optimizer.step() came at a micro-batch that is not the last of its group, with gradients that have "
-                "not travelled; step under `if micro.last:`"
+                "not been sent; step under `if micro.last:`"
             )
         elif not self._proven:
             self._prove()
@@ -201,7 +201,7 @@ class _NoSyncWrapper:
         if not self._called:
             raise NotDeferred(
                 f"{type(self.module).__name__} was not called at the last micro-batch of the group, so its gradients "
-                "have not travelled; call it, and not its `.module`, inside the loop and at every micro-batch"
+                "were not sent; call it, and not its `.module`, inside the loop and at every micro-batch"
             )
 
 
@@ -245,7 +245,7 @@ class _ShardedModules:
         self._reduced += 1
         if not self._last:
             raise NotDeferred(
-                "gradients travelled at a micro-batch that is not the last of its group, because "
+                "gradients were sent at a micro-batch that is not the last of its group, because "
                 "set_requires_gradient_sync was called inside the loop; leave it to accumulate"
             )
 

@@ -64,11 +64,15 @@ def share(part: int, whole: int) -> str:
 
 
 def change(before: int, after: int) -> str:
-    """`72% less`, `8% more`, `3.0× as long`, `the same`."""
+    """`72% shorter`, `8% longer`, `3.0× as long`, `the same`."""
     percent = round(100 * (after - before) / before) if before else 0
     if not percent:
         return "the same"
-    return f"{after / before:.1f}× as long" if percent > 100 else f"{abs(percent)}% {'less' if percent < 0 else 'more'}"
+    return (
+        f"{after / before:.1f}× as long"
+        if percent > 100
+        else f"{abs(percent)}% {'shorter' if percent < 0 else 'longer'}"
+    )
 
 
 def count(number: float) -> str:
@@ -85,11 +89,11 @@ def every(number: float, what: str) -> str:
 
 
 def times(count: float) -> str:
-    """Once, twice, 12 times a step."""
+    """Once, twice, 12 times per iteration."""
     if count < 2 / 3:
-        return f"once in {round(1 / max(count, 1e-3))} steps"
+        return f"once in {round(1 / max(count, 1e-3))} iterations"
     rounded = round(count)
-    return {1: "once a step", 2: "twice a step"}.get(rounded, f"{rounded} times a step")
+    return {1: "once per iteration", 2: "twice per iteration"}.get(rounded, f"{rounded:,} times per iteration")
 
 
 def amount(size: float) -> str:

@@ -123,7 +123,7 @@ def _difference(loop: Mapping[int, Part]) -> str:
     late = max(turns, key=lambda rank: turns[rank], default=NONE)
     if turns and turns[late] > (1 + RANKS_DIFFER) * median(turns.values()):
         others = _others(turns, late, lambda time: figure(time, turns[late]))
-        return f"a turn takes rank {late} {duration(turns[late])}, and {others} {unit_of(turns[late])}."
+        return f"an iteration takes rank {late} {duration(turns[late])}, and {others} {unit_of(turns[late])}."
     shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in loop.items() if part.busy >= 0}
     idle = min(shares, key=lambda rank: shares[rank], default=NONE)
     if shares and shares[idle] < median(shares.values()) - 100 * RANKS_DIFFER:

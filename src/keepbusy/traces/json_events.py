@@ -45,7 +45,7 @@ FEW_EVENTS = 1 << 20
 _GZIP = b"\x1f\x8b"
 _DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, cast("type[Exception]", isal_zlib.error))
 _FOREIGN_BEGINNINGS = (
-    (b"version https://git-lfs", "the pointer that Git LFS leaves in place of a file", "fetch the file: git lfs pull"),
+    (b"version https://git-lfs", "the pointer that Git LFS leaves instead of a file", "fetch the file: git lfs pull"),
     (b"PK\x03\x04", "a zip archive", "unpack it and give the .json or .json.gz within"),
     (b"SQLite format 3", "an SQLite database, as `nsys export` writes it", RECORD),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd", "unpack it and give the .json"),

@@ -224,7 +224,7 @@ class FirstStep:
             if most - least > 1e-3 * (most + largest):
                 raise NotEqual(
                     f"the gradient of {names[id(one)]} has norm {least:.4g} on one rank and {most:.4g} on another: it "
-                    f"has not travelled, or was made of other inputs; {remedy}"
+                    f"was not exchanged, or computed from other inputs; {remedy}"
                 )
 
 

@@ -1,0 +1,40 @@
+"""The last run of `keepbusy run`, kept in the user's cache, so that it can be looked at without running again."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from keepbusy.timeline import busy_file
+from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.model import Timeline
+
+
+def place() -> Path | None:
+    """Where it is kept; None for a user without a home."""
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(caches) / "keepbusy" / "last.busy"
+
+
+def keep(timeline: Timeline) -> bool:
+    """Whether the run could be kept: a full disk or a read-only home costs nobody their report."""
+    path = place()
+    if path is None:
+        return False
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        busy_file.save(timeline, path)
+        return True
+    return False
+
+
+def path() -> Path:
+    """The file, for a verb that was given none."""
+    kept = place()
+    if kept is None or not kept.is_file():
+        raise BadInput("no file was given, and there is no last run; name a file, or `keepbusy run` a script first.")
+    return kept

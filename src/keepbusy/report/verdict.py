@@ -1,0 +1,257 @@
+"""The verdict: what the run was, why the GPU is idle, what to do, and the next command, in at most twelve lines."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import NamedTuple
+
+from rich.text import Text
+
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
+from keepbusy.report import run_report, words
+from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_END, laid_out, link_to
+from keepbusy.report.run_report import PlanRow
+from keepbusy.report.source import source_of
+from keepbusy.report.words import look, tame
+from keepbusy.timeline.figures import duration, every, share, span_of, transition
+from keepbusy.timeline.model import NONE
+
+HEIGHT, WIDTH = 12, 80
+"""Lines and columns of a verdict at most."""
+LONGEST_PLACE = 28
+_LAYOUTS = (
+    *((listed, side_by_side, [Text()]) for listed in (3, 2) for side_by_side in (False, True)),
+    (2, True, []),
+    (1, True, []),
+)
+"""The first that fits: fixes that are listed, whether commands stand side by side, and what follows the header."""
+_UNEXPLAINED = 0.1
+"""Of an iteration: if more of it is unknown, nobody can say that nothing can be saved."""
+
+
+class Commands(NamedTuple):
+    """What the reader can do next; empty where it is not possible."""
+
+    fix_now: str = ""
+    write_fix: str = ""
+    page: str = ""
+    full: str = ""
+
+
+def render(
+    diagnosis: Diagnosis,
+    commands: Commands = Commands(),  # noqa: B008 -- it cannot change
+    width: int = WIDTH,
+    *,
+    colour: bool = False,
+    unicode: bool = True,
+) -> str:
+    """The verdict as text. A command is never broken: it is there to be pasted."""
+    shown = lines(diagnosis, commands, min(width, WIDTH))
+    return laid_out(shown, WITHOUT_END, colour, unicode, links=colour)
+
+
+def lines(diagnosis: Diagnosis, commands: Commands, width: int) -> list[Text]:
+    """One text a line. If there are too many, fewer fixes are listed, and commands stand side by side."""
+    rows = run_report.planned_rows(diagnosis)
+    first = [*cut_short(diagnosis, width), header(diagnosis, width)]
+    why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
+    if not rows:
+        without_fixes = commands._replace(fix_now="", write_fix="")
+        return [*first, *why, *next_commands(without_fixes, width, side_by_side=True)]
+    for listed, side_by_side, blank in _LAYOUTS:
+        items = _items(diagnosis, rows, listed, width)
+        below = next_commands(commands, width, side_by_side)
+        whole = [*first, *blank, *why, Text(), *items, *([Text(), *below] if below else [])]
+        if len(whole) <= HEIGHT:
+            break
+    return whole
+
+
+def cut_short(diagnosis: Diagnosis, width: int) -> list[Text]:
+    """Above all else: that the program did not come to its end."""
+    return [Text(line, BROKEN) for line in textwrap.wrap(run_report.cut_short(diagnosis), width)]
+
+
+def header(diagnosis: Diagnosis, width: int) -> Text:
+    """`keepbusy · train.py · NVIDIA H100 · 19.4 s, 1,200 iterations of train.py:670`; without the device if narrow."""
+    ranks = len(diagnosis.given)
+    facts = [words.files(diagnosis.sources), tame(diagnosis.device, 40), f"{ranks:,} ranks" if ranks > 1 else ""]
+    facts.append(_length(diagnosis))
+    for dropped in ((), (1,), (1, 2), (0, 1, 2)):
+        shown = [fact for number, fact in enumerate(facts) if fact and number not in dropped]
+        text = "".join(f" · {fact}" for fact in shown)
+        if len("keepbusy" + text) <= width:
+            break
+    return Text.assemble(("keepbusy", STRONG), (tame(text, width - len("keepbusy")), FAINT))
+
+
+def _length(diagnosis: Diagnosis) -> str:
+    """How long the run took, and how many iterations its main loop had; of a trace, how many it shows."""
+    run = diagnosis.run
+    if run is None:
+        iterations = f"{diagnosis.steps} iteration{'' if diagnosis.steps == 1 else 's'}"
+        return "" if diagnosis.one_turn or not diagnosis.steps else f"{iterations} recorded"
+    loop = run.loop_at(diagnosis.loop) if diagnosis.loop else None
+    if loop is None or not loop.turns or loop.at_least:
+        return duration(run.time)
+    return f"{duration(run.time)}, {loop.turns:,} iterations of {short_place(Where.of(loop.place))}"
+
+
+def statement(diagnosis: Diagnosis) -> str:
+    """How busy the GPU is, and why it is not busier."""
+    rows = run_report.planned_rows(diagnosis)
+    what = "script" if diagnosis.one_turn else "iteration"
+    if not diagnosis.steps:
+        busy = _busy_in_run(diagnosis)
+    elif diagnosis.plain_step:
+        at_work = diagnosis.plain_step - diagnosis.waiting
+        busy = f"The GPU is busy {share(at_work, diagnosis.plain_step)} of the {what}."
+        busy = busy.replace("of the iteration", "of an iteration")
+    else:
+        busy = ""
+    if not rows:
+        return f"{busy} {_nothing_to_save(diagnosis)}".strip()
+    first = rows[0].fix
+    return f"{busy} {_reason(diagnosis, first)}".strip()
+
+
+def _busy_in_run(diagnosis: Diagnosis) -> str:
+    run = diagnosis.run
+    if run is None or run.busy == NONE:
+        return ""
+    if not run.busy:
+        return "The GPU computed nothing in this run."
+    return f"The GPU is busy {share(run.busy, run.time)} of the run."
+
+
+def _reason(diagnosis: Diagnosis, first: PlannedFix) -> str:
+    """Why the GPU is idle where the first fix helps."""
+    if first.late:
+        return run_report.lateness(first.late[0], diagnosis.given)
+    cause = first.causes[0] if first.causes else ""
+    seen = next((one for one in diagnosis.causes if one.cause == cause), None)
+    if cause == "launch_bound" and seen is not None and round(seen.count) > 1:
+        per = "" if diagnosis.one_turn else " per iteration"
+        return f"Python launches {seen.count:,.0f} kernels{per}, and the GPU finishes each before the next arrives."
+    sentence = look(cause).sentence if cause else ""
+    where = f"In the loop at {short_place(Where.of(first.loop.partition(' (')[0]))}: " if first.loop else ""
+    return f"{where}{sentence}." if sentence else tame(first.reason)
+
+
+def _nothing_to_save(diagnosis: Diagnosis) -> str:
+    """Why there is no fix; if much of the time is not explained, that is no proof that nothing can be saved."""
+    step, much = diagnosis.plain_step, max(diagnosis.noise, _UNEXPLAINED * diagnosis.plain_step)
+    unknown, launches = (diagnosis.ledger.get(cause, 0) for cause in ("unknown", "launch_bound"))
+    if not step:
+        return "No fix was found."
+    if unknown > much:
+        return f"It is idle for {duration(unknown, step)} for reasons that this recording does not show."
+    if diagnosis.ledger.get("pipeline_bubble", 0) > diagnosis.noise:
+        return "Pipeline stages wait for each other, and no line is to blame."
+    if launches > much:
+        return f"It waits {duration(launches, step)} for launches, and no fix is predicted to save them."
+    noise = f" ({duration(diagnosis.noise)})" if diagnosis.noise else ""
+    return f"No fix saves more than the noise{noise}."
+
+
+def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -> list[Text]:
+    """A fix a line; where that is too wide, the fix with its prediction, and its place below it."""
+    shown = rows[:listed]
+    names, predictions = [words.fix(row.fix.fix) for row in shown], [_prediction(row) for row in shown]
+    room = width - 3 - 2 - 2 - max(map(len, names)) - max(map(len, predictions))
+    places = [_place(row.fix.where) for row in shown]
+    if max(map(len, places)) > room:
+        places = [_place(row.fix.where, most_lines=1) for row in shown]
+    is_narrow = max(map(len, places)) > room or any(row.fix.every for row in shown)
+    items = list[Text]()
+    for number, (row, place, name, prediction) in enumerate(zip(shown, places, names, predictions, strict=True), 1):
+        style = PLACE + (link_to(row.fix.where[0]) if place else "")
+        if not is_narrow:
+            text = Text(f"{number}  ", STRONG)
+            if any(places):
+                text.append(place.ljust(max(map(len, places))), style).append("  ")
+            text.append(name, STRONG)
+            below = [Text(f"     {code}", FAINT)] if len(shown) == 1 and (code := _code(row.fix, width - 5)) else []
+        else:
+            text = Text.assemble((f"{number}  ", STRONG), (tame(name, width - 5 - len(prediction)), STRONG))
+            rarely = f", {every(row.fix.every, 'iteration')}" if row.fix.every else ""
+            code = _code(row.fix, width - 5 - len(place + rarely))
+            below = [Text.assemble("   ", (place, style), (f"{rarely}  {code}".rstrip(), FAINT))]
+        text.append(" " * max(2, width - text.cell_len - len(prediction)))
+        items += [text.append(prediction, GAIN), *below]
+    if total := _total(diagnosis, rows):
+        items.append(Text(f"   {total}", GAIN))
+    return items
+
+
+def _prediction(row: PlanRow) -> str:
+    """`8.5 → 1.4 ms (1.3–1.6)`, or with which others it goes."""
+    if row.only_with:
+        return f"only with {row.only_with}"
+    return f"{transition(row.before, row.after)} ({span_of(row.low, row.high, row.before)})"
+
+
+def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
+    """What all of the plan's fixes save together, by iteration first."""
+    of_steps = [row for row in rows if not row.fix.is_beside_steps and not row.only_with]
+    together = {1: "", 2: "both: "}.get(len(rows), f"all {len(rows)}: ")
+    faster = ""
+    if of_steps and of_steps[-1].after and len(rows) > 1:
+        factor = of_steps[0].before / of_steps[-1].after
+        faster = f"{factor:.1f}x as fast per iteration" if factor >= 1.05 else ""
+    run_after = min((row.run_after for row in rows if row.run_after != NONE), default=NONE)
+    whole = ""
+    if diagnosis.run is not None and run_after != NONE:
+        whole = f"this run {transition(diagnosis.run.time, run_after)}"
+    told = ", ".join(part for part in (faster, whole) if part)
+    return f"{together}{told}" if told else ""
+
+
+def _place(where: tuple[Where, ...], most_lines: int = 3) -> str:
+    """`train.py:31, 35 +2`: lines of one file together, and how many more there are."""
+    known = list(dict.fromkeys(place for place in where if place.file))
+    if not known:
+        return words.cut(words.spot(where[0], LONGEST_PLACE), LONGEST_PLACE) if where else ""
+    shown, listed = short_place(known[0]), 1
+    for place in known[1:most_lines]:
+        if place.file != known[0].file or len(f"{shown}, {place.line}") > LONGEST_PLACE - 3:
+            break
+        shown, listed = f"{shown}, {place.line}", listed + 1
+    return f"{shown} +{len(known) - listed}" if len(known) > listed else shown
+
+
+def short_place(where: Where) -> str:
+    """`train.py:31`, with its folder where there is room, cut in the middle and never in front of the file's name."""
+    if not where.file:
+        return words.cut(str(where), LONGEST_PLACE)
+    path, line = where.file.replace("\\", "/"), f":{where.line}" if where.line else ""
+    about = "" if where.exact or not where.line else "near "
+    room = LONGEST_PLACE - len(line) - len(about)
+    if len(path) > room:
+        first, *_, name = path.split("/")
+        path = next((cut for cut in (f"{first}/…/{name}", f"…/{name}") if first and len(cut) <= room), name)
+    return f"{about}{tame(path, room)}{line}"
+
+
+def _code(fix: PlannedFix, room: int) -> str:
+    """The user's own line."""
+    source = source_of(fix.where[0]) if fix.where and fix.where[0].file else None
+    return words.cut(source.text, room) if source and room > 8 else ""
+
+
+def next_commands(commands: Commands, width: int, side_by_side: bool) -> list[Text]:
+    """A command a line; two on one line, where that fits."""
+    now, write = ("Try it now", commands.fix_now), ("Write it", commands.write_fix)
+    page, full = ("Look at it", commands.page), ("More", commands.full)
+    pairs = [(now, write), (page, full)] if side_by_side else [(now,), (write,), (page, full)]
+    shown = list[Text]()
+    for pair in pairs:
+        entries = [(label, command) for label, command in pair if command]
+        texts = [Text.assemble((f"{label:12}", FAINT), command) for label, command in entries]
+        if len(texts) == 2:
+            label, command = entries[1]
+            together = Text.assemble(texts[0], "   ", (f"{label}  ", FAINT), command)
+            texts = [together] if together.cell_len <= width else texts
+        shown += texts
+    return shown

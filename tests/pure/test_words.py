@@ -1,0 +1,106 @@
+"""What users read is plain English: short sentences, and the words that PyTorch's documentation uses."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src" / "keepbusy").rglob("*.py"))
+DOCUMENTS = sorted(
+    path
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md"))
+    if path.name != "design.md"
+)
+LONGEST = 25
+"""Words of a sentence at most."""
+AVOIDED = {
+    "iteration": r"\b(?:a|each|every|per|the|of|in|this|one|whole|ordinary|first|last|slow|plain|rare|its) turns?\b|\d turns?\b",
+    "predicted": r"\bforetold\b|\bforetells?\b",
+    "measured": r"\bwhat came\b|\bcame of\b|\bas it came\b",
+    "is idle": r"\bstands idle\b|\bnothing to do\b",
+    "saves, faster": r"\bgains?\b(?! access)|\btakes? less\b|% less\b",
+    "asynchronously, in the background": r"\btravels?\b|\btravelled\b",
+    "stack, thread, stream": r"\blanes?\b",
+    "instead of": r"\bin place of\b",
+}
+"""By the word to use: what nobody says to a colleague."""
+WORD = "word"
+"""What a value that is filled in counts as."""
+
+
+def messages_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Texts in a source that read like prose, without docstrings: those of verbs are their help, and stay."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    skipped = set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and not (isinstance(node, ast.Module) and path.parent.name == "cli"):
+            skipped |= {id(one) for one in ast.walk(node.body[0])} if ast.get_docstring(node) is not None else set()
+        for body in (getattr(node, name, []) for name in ("body", "orelse", "finalbody")):
+            for before, after in zip(body, body[1:], strict=False) if isinstance(body, list) else ():
+                if isinstance(before, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+                    skipped |= {id(one) for one in ast.walk(after.value)}  # what documents a constant
+        if isinstance(node, ast.JoinedStr):
+            skipped |= {id(one) for one in node.values}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            yield node.lineno, "".join(_part(part) for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def _part(part: ast.expr) -> str:
+    return part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else WORD
+
+
+def reads_like_prose(text: str) -> bool:
+    return len(re.findall(r"\b[a-z]{2,}\b", text)) >= 4 and not re.search(r"[{}]|^\s*(?:import|def|for|with) ", text)
+
+
+def sentences_of(text: str) -> list[str]:
+    return [part for part in re.split(r"(?<=[.!?:;])\s+|\n\s*\n|\n(?=\s*[-*|#])", text) if part.strip()]
+
+
+def too_long(text: str) -> list[str]:
+    return [part for part in sentences_of(text) if len(re.findall(r"[A-Za-z]['\w.-]*", part)) > LONGEST]
+
+
+def avoided_in(text: str) -> list[str]:
+    prose = re.sub(r"`[^`]*`", "", text)
+    return [f"{use!r} for {found!r}" for use, words in AVOIDED.items() for found in re.findall(words, prose, re.I)]
+
+
+def advice() -> dict[str, str]:
+    tables = tomllib.loads((ROOT / "src/keepbusy/explain/remedies.toml").read_text(encoding="utf-8"))
+    return {name: one["advice"] for group in ("usual", "particular") for name, one in tables[group].items()}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "keepbusy")))
+def test_messages_are_short_and_in_plain_words(path: Path) -> None:
+    texts = [(line, text) for line, text in messages_in(path) if reads_like_prose(text)]
+    assert [(line, said) for line, text in texts for said in too_long(text)] == []
+    assert [(line, said, text) for line, text in texts for said in avoided_in(text)] == []
+
+
+def test_advice_is_short_and_in_plain_words() -> None:
+    assert {name: said for name, text in advice().items() if (said := too_long(text) + avoided_in(text))} == {}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_are_in_plain_words(path: Path) -> None:
+    text = re.sub(r"```.*?```|<[^>]*>|\]\([^)]*\)", "", path.read_text(encoding="utf-8"), flags=re.S)
+    assert avoided_in(text) == []
+
+
+def test_a_sentence_of_26_words_and_an_old_word_are_found() -> None:
+    assert too_long("word " * 26) and not too_long("word " * 25)
+    assert avoided_in("A turn gains 3 ms.") == ["'iteration' for 'A turn'", "'saves, faster' for 'gains'"]
+    assert avoided_in("`gains` is code. In turn, it returns.") == []
