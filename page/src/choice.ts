@@ -1,4 +1,4 @@
-// What the reader has chosen: which turns, which fixes, which span, which line. The parts of the page listen to it.
+// What the reader has chosen: which iterations, which fixes, which span, which line. The parts of the page listen to it.
 
 import type { Moment } from "./run/run";
 import { recorded, replayed, type Scene } from "./timeline/scene";
@@ -12,7 +12,7 @@ export class Choice {
 
   constructor(readonly moment: Moment) {}
 
-  /** The turns as they are. */
+  /** The iterations as they are. */
   get now(): Scene {
     return this.view([]);
   }

@@ -21,6 +21,12 @@ export function element<Name extends keyof HTMLElementTagNameMap>(
   return made;
 }
 
+/** A part of the page that is closed until somebody asks for it, and its main fact. */
+export function folded(id: string, heading: string, fact: string, ...children: Child[]): HTMLElement {
+  const summary = element("summary", {}, element("h2", { text: heading, id: `${id}-heading` }), element("span", { class: "faint", text: fact }));
+  return element("section", { id, "aria-labelledby": `${id}-heading` }, element("details", {}, summary, ...children));
+}
+
 /** A part of the page with its heading. */
 export function section(id: string, heading: string, about: string, ...children: Child[]): HTMLElement {
   const title = element("h2", { text: heading, id: `${id}-heading` });

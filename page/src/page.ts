@@ -6,21 +6,21 @@ import { bubble, term } from "./glossary";
 import { busy } from "./run/busy";
 import { apply, together } from "./run/edit";
 import { steady } from "./run/replay";
-import { load, type Header, type Moment, type Run, type Told } from "./run/run";
+import { load, type Analysis, type Moment, type Run } from "./run/run";
 import { causesSection, notesSection } from "./sections/causes";
 import { collectivesSection } from "./sections/collectives";
 import { compareSection } from "./sections/compare";
 import { copiesSection } from "./sections/copies";
 import { ledgerSection } from "./sections/ledger";
 import { memorySection } from "./sections/memory";
-import { firstFix, planSection } from "./sections/plan";
+import { planSection } from "./sections/plan";
 import { ranksSection } from "./sections/ranks";
 import { SourcePanel } from "./sections/source";
 import { treeSection } from "./sections/tree";
 import { HATCHES } from "./timeline/paint";
 import { TimelinePanel } from "./timeline/panel";
 import { startTour } from "./tour";
-import { duration, plural, share } from "./words";
+import { leading } from "./words";
 
 declare global {
   interface Window {
@@ -29,22 +29,15 @@ declare global {
   }
 }
 
-const WORK_DONE: [place: string, verb: string][] = [["computing", "computes"], ["copying", "copies"], ["collective", "exchanges data"]];
-
-function headline(header: Header, told: Told): HTMLElement {
-  const facts = [header.source, header.device, header.ranks.length > 1 ? `${header.ranks.length} ranks` : "", plural(told.steps, told.script ? "script" : "turn") + " explained"];
-  const ledger = new Map(told.ledger);
-  const waits = told.ledger.reduce((sum, [place, time]) => sum + (WORK_DONE.some(([one]) => one === place) ? 0 : time), 0);
-  const done = WORK_DONE.map(([place, verb]) => [verb, ledger.get(place) ?? 0] as const).filter(([verb, time]) => verb === "computes" || time > 0.01 * told.step);
-  const parts = [...done, ["waits", waits] as const].map(([verb, time]) => `${verb} for ${duration(time, told.step)} (${share(time, told.step)})`);
-  const listed = parts.length > 1 ? `${parts.slice(0, -1).join(", ")} and ${parts[parts.length - 1]}` : parts[0];
-  const subject = told.script ? "The script takes " : told.place ? `A turn of ${told.place} takes ` : "A step takes ";
-  const step = element("p", { class: header.headline ? "" : "big" }, subject, element("b", { text: duration(told.step) }), told.plain ? ". " : " in this trace. ", `Of it the GPU ${listed}.`);
-  return element("section", { id: "headline", "aria-label": "What it took" },
-    element("p", { class: "facts-line", text: facts.filter(Boolean).join(" · ") }),
-    header.headline ? element("h1", { text: header.headline }) : element("h1", { class: "unseen", text: "What a step takes" }),
-    step,
-    header.headline ? firstFix(header, told) : null,
+/** The verdict, in the words of the terminal; its fixes are the plan below. */
+function headline(analysis: Analysis): HTMLElement {
+  const largest = analysis.plan[analysis.largest];
+  const fix = largest && element("p", { class: "big" }, largest.fix, largest.place ? leading(largest.place) : "", element("span", { class: "place", text: largest.place }));
+  return element("section", { id: "headline", "aria-label": "The verdict" },
+    element("p", { class: "facts-line", text: analysis.place ? `loop at ${analysis.place}` : analysis.header }),
+    element("h1", { text: analysis.headline || analysis.statement }),
+    analysis.headline ? fix : null,
+    analysis.headline ? element("p", { text: analysis.statement }) : null,
   );
 }
 
@@ -63,7 +56,7 @@ function topBar(recolour: () => void): HTMLElement {
     flip.textContent = dark() ? "Light" : "Dark";
     recolour();
   });
-  const links = [["run", "Run"], ["plan", "Plan"], ["turn", "Timeline"], ["ledger", "Ledger"], ["causes", "Causes"]];
+  const links = [["plan", "Plan"], ["run", "Run"], ["timeline", "Timeline"], ["ledger", "Time"], ["causes", "Causes"]];
   return element("nav", { class: "top", "aria-label": "Page" },
     element("span", { class: "brand" }, element("span", { class: "mark", "aria-hidden": "true" }, element("i"), element("i"), element("i")), "keepbusy"),
     element("span", { class: "links" }, ...links.map(([id, name]) => element("button", { type: "button", class: "quiet", text: name, "data-to": id, on: { click: () => document.getElementById(id)?.scrollIntoView({ behavior: "smooth" }) } }))),
@@ -83,48 +76,49 @@ interface Shown {
 const SIDES = ["before", "after"];
 const nameOf = (side: number, { header }: Run): string => `${SIDES[side]}${header.source ? `, ${header.source}` : ""}`;
 
-/** What is said comes first; the turns, which may be a million spans, once they are read. */
+/** The texts come first; the timeline, which may be a million spans, once it is read. */
 async function show(shown: Shown, page: HTMLElement): Promise<void> {
   const { runs, side, index } = shown;
   const run = runs[side];
   const { header } = run;
-  const told = header.told[index];
+  const analysis = header.analyses[index];
   const drawn = run.drawn.includes(index);
-  const put = (choice: Choice | null, turns: HTMLElement): void => {
+  const put = (choice: Choice | null, timeline: HTMLElement): void => {
     const sections = [
       choices(shown, page),
-      headline(header, told),
+      headline(analysis),
       runs[0].header.compared ? compareSection(runs.map((one) => one.header), runs[0].header.compared) : null,
+      planSection(analysis, choice),
       treeSection(header, choice, (other) => void show({ ...shown, index: other }, page)),
-      planSection(header, told, choice),
-      turns,
-      ledgerSection(header, told, choice),
+      timeline,
+      ledgerSection(header, analysis, choice),
+      causesSection(header, analysis, choice),
       choice && ranksSection(header, choice),
       choice && collectivesSection(choice),
       choice && memorySection(choice),
       choice && copiesSection(header, choice),
-      causesSection(header, told, choice),
-      notesSection(header, told, choice),
-      element("footer", {}, element("p", { class: "faint" }, `Written by keepbusy ${header.version}. Predictions are `, term("replay", "replays"), " of what was recorded: no line of the program was run again.")),
+      notesSection(analysis),
+      element("footer", {}, element("p", { class: "faint" }, `Written by keepbusy ${header.version}. Predictions are `, term("replay", "replays"), " of the recorded run.")),
     ];
     page.replaceChildren(...sections.filter((one) => one !== null));
     for (const link of document.querySelectorAll<HTMLElement>("nav [data-to]")) link.hidden = !document.getElementById(link.dataset.to ?? "");
   };
   window.keepbusy = { run, choice: null, panel: null, hatches: HATCHES, replayed: () => ({}) };
-  put(null, element("p", { class: "faint", text: drawn ? "The turns are being read." : "The turns themselves are not in this page: only what is said of them." }));
+  put(null, element("p", { class: "faint", text: drawn ? "The timeline is being read." : "This page has no timeline, only the analysis." }));
   if (!drawn) return;
   await new Promise((shown) => setTimeout(shown, 30));
   const choice = new Choice(await run.moment(index));
   const source = new SourcePanel(header, choice);
   const beside = index === 0 ? runs[1 - side] : undefined;
   const other = beside?.drawn.includes(0) ? { name: nameOf(1 - side, beside), scene: new Choice(await beside.moment(0)).now } : null;
-  const panel = new TimelinePanel(header, choice, source.element, other);
+  const panel = new TimelinePanel(header, choice, source.element, source.hasFiles, other);
   panel.onPlace = (place) => source.show(place.file, place.line);
   put(choice, panel.element);
   window.keepbusy = { run, choice, panel, hatches: HATCHES, replayed: (fixes) => plainNumbers(choice.moment, fixes) };
   choice.fixes([]);
   panel.resize();
-  panel.oneTurn();
+  panel.oneIteration();
+  source.showWorst();
 }
 
 /** A replay with these fixes as it is, its rows by their number before the fixes. */
@@ -144,12 +138,12 @@ function plainNumbers(moment: Moment, fixes: number[]): object {
 /** Which run, and which of its loops that were looked at. */
 function choices(shown: Shown, page: HTMLElement): HTMLElement | null {
   const { runs, side, index } = shown;
-  const { told } = runs[side].header;
+  const { analyses } = runs[side].header;
   const button = (text: string, to: Partial<Shown>, pressed: boolean) =>
     element("button", { type: "button", "aria-pressed": String(pressed), text, on: { click: () => void show({ ...shown, ...to }, page) } });
   const sides = runs.length > 1 ? runs.map((run, at) => button(nameOf(at, run), { side: at, index: 0 }, at === side)) : [];
-  const loops = told.length > 1 ? told.map(({ place }, at) => button(place ? `loop at ${place}` : "the steps", { index: at }, at === index)) : [];
-  return sides.length + loops.length ? element("div", { class: "loops", role: "group", "aria-label": "Which turns" }, ...sides, ...loops) : null;
+  const loops = analyses.length > 1 ? analyses.map(({ place }, at) => button(place ? `loop at ${place}` : "the steps", { index: at }, at === index)) : [];
+  return sides.length + loops.length ? element("div", { class: "loops", role: "group", "aria-label": "Run and loop" }, ...sides, ...loops) : null;
 }
 
 async function main(): Promise<void> {

@@ -3,11 +3,11 @@
 import { element } from "./element";
 
 const STEPS: [selector: string, heading: string, says: string][] = [
-  ["#headline", "What the run took", "Begin here: how long it all was, and how much of that the GPU computed. The rest is what there is to gain."],
-  ["#plan", "What to do", "Fixes, in the order in which to do them. Switch one on: the turns are replayed with it, here in the page, and every figure follows."],
-  ["#turn", "Who waits for whom", "Above, what the host does; below, what the GPU does with it. Hatched is a gap, in the colour of its cause, with its line. Click one: arrows show what released its end."],
-  [".source", "The line to blame", "Beside each line stands what the GPU waits for it. Lines and spans select each other."],
-  ["#ledger", "Where a turn goes", "Every nanosecond of a turn has a place. What the recording does not explain is called unknown, and is shown."],
+  ["#headline", "The verdict", "The largest saving, how busy the GPU is, and why it is not busier."],
+  ["#plan", "What to do", "The fixes, in the order in which to make them. Switch one on: the page replays the iterations with it, and every figure follows."],
+  ["#timeline", "The timeline", "Above, what Python does; below, what the GPU does with it. Where the GPU is idle it is hatched, in the colour of the cause. Click there: arrows show what it waited for."],
+  [".source", "Idle time by line", "Beside each line is the time that the GPU is idle because of it. Click a line or a span to find the other."],
+  ["#ledger", "Time of one iteration", "The parts sum to the iteration. Whatever the recording does not explain is shown as unknown."],
 ];
 
 export function startTour(): void {

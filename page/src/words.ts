@@ -42,7 +42,7 @@ export function change(before: number, after: number): string {
   const percent = before ? Math.round((100 * (after - before)) / before) : 0;
   if (!percent) return "the same";
   if (percent > 100) return `${(after / before).toFixed(1)}× as long`;
-  return `${Math.abs(percent)}% ${percent < 0 ? "less" : "more"}`;
+  return `${Math.abs(percent)}% ${percent < 0 ? "shorter" : "longer"}`;
 }
 
 export function bytes(size: number): string {
@@ -53,12 +53,15 @@ export function bytes(size: number): string {
 }
 
 export function times(count: number): string {
-  if (count < 2 / 3) return `once in ${Math.round(1 / Math.max(count, 1e-3))} turns`;
+  if (count < 2 / 3) return `once in ${Math.round(1 / Math.max(count, 1e-3))} iterations`;
   const rounded = Math.round(count);
-  return rounded === 1 ? "once a turn" : rounded === 2 ? "twice a turn" : `${rounded.toLocaleString("en")} times a turn`;
+  return rounded === 1 ? "once per iteration" : rounded === 2 ? "twice per iteration" : `${rounded.toLocaleString("en")} times per iteration`;
 }
 
 export const plural = (count: number, word: string): string => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+
+/** What stands between a sentence and a place, which may begin with a word of its own. */
+export const leading = (place: string): string => (/^(near|about|in|between|after|before) /.test(place) ? " " : " at ");
 
 /** What is too long loses its middle. */
 export function shortened(text: string, limit: number): string {

@@ -1,4 +1,4 @@
-"""One turn in characters: its lanes are as long as the drawing, and its gaps bear the numbers that are explained."""
+"""Iterations in characters: rows are as long as the drawing, and idle times bear the numbers that are explained."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from keepbusy.report.turn_drawing import MARGIN, render
 from keepbusy.timeline.busy_file import load
 
 LIVE = Path(__file__).parents[1] / "gpu" / "truth" / "live"
+STREAMS = Path(__file__).parents[1] / "snapshots" / "streams"
 
 
 @functools.cache
@@ -43,7 +44,7 @@ def test_a_line_stands_where_it_holds_the_program() -> None:
 
 def test_what_waits_for_a_late_rank_is_no_wire() -> None:
     drawn = render(told("late_rank"), 96)
-    first, late, *_ = [row[MARGIN:] for row in drawn.splitlines() if row.strip().startswith("GPU")]
+    first, late, *_ = [row[MARGIN:] for row in drawn.splitlines() if row.strip()[1:].startswith(": GPU")]
     assert first.count("1") > late.count("1")
     assert "▒" not in first
     assert re.search(r"^1  2\d\.\d ms  late peer at .*late_rank\.py:15$", drawn, re.MULTILINE)
@@ -58,3 +59,22 @@ def test_no_row_is_wider_than_the_screen(width: int) -> None:
 
 def test_what_holds_no_turns_is_not_drawn() -> None:
     assert render(explain(load(LIVE / "copy_in_line.busy")), 100) == ""
+
+
+def test_a_copy_beside_a_product_looks_as_in_a_textbook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead and its iterations are short: those of the GPU are drawn, with a row for each stream."""
+    monkeypatch.chdir(STREAMS)  # where the program is, whose lines the boxes bear
+    drawn = render(explain(load(STREAMS / "two_streams.busy"), turns=True), MARGIN + 84)
+    assert drawn.startswith("Two iterations, 6.5 ms\n")
+    compute, copies = lane(drawn, "stream 7 (compute)"), lane(drawn, "stream 8 (copies)")
+    assert compute.count("[21 result = batch @ weights") == 2
+    assert "─" not in compute
+    assert re.fullmatch(r"(\[10 on_g[^\]]*\]─*)+", copies)
+    assert (len(compute), len(copies)) == (84, 84)
+
+
+def test_a_loader_that_copies_ahead_copies_beside_each_product() -> None:
+    drawn = render(explain(load(LIVE.parent / "prefetched.busy"), turns=True), 116)
+    copies = lane(drawn, "stream 13 (copies)")
+    assert re.fullmatch(r"(\[[^\]]+\]▓?─+)+", copies)
+    assert copies.count("[") == 3

@@ -1,9 +1,9 @@
-// How a turn is spent on the device, as keepbusy.explain.ledger counts it: the last round laid on a circle as long as it.
+// How an iteration is spent on the device, as keepbusy.explain.ledger counts it: the last round laid on a circle as long as it.
 
 import type { Replayed } from "./replay";
 import { Kind, firstMarks, isCommand, ranksOf, type Timeline } from "./timeline";
 
-/** A turn, the mean of the ranks. Together with `waiting` it is the whole turn. */
+/** An iteration, the mean of the ranks. Together with `waiting` it is the whole iteration. */
 export interface Busy {
   step: number;
   computing: number;
@@ -13,11 +13,11 @@ export interface Busy {
 }
 
 export function busy(timeline: Timeline, replayed: Replayed, ratio: number): Busy {
-  const turns = Math.max(1, firstMarks(timeline).length);
+  const iterations = Math.max(1, firstMarks(timeline).length);
   const ranks = ranksOf(timeline);
   const sums = [0, 0, 0];
-  for (const rank of ranks) shares(timeline, replayed, rank, turns).forEach((share, place) => (sums[place] += share));
-  const [computing, copying, wire] = sums.map((sum) => (sum / ranks.length / turns) * ratio);
+  for (const rank of ranks) shares(timeline, replayed, rank, iterations).forEach((share, place) => (sums[place] += share));
+  const [computing, copying, wire] = sums.map((sum) => (sum / ranks.length / iterations) * ratio);
   const step = replayed.pace * ratio;
   const waiting = Math.max(0, Math.max(0, step - computing) - copying - wire);
   return { step, computing, copying, wire, waiting };
@@ -30,7 +30,7 @@ const PLACES = [
   (): boolean => true,
 ];
 
-function shares(timeline: Timeline, { start, end, pace }: Replayed, rank: number, turns: number): number[] {
+function shares(timeline: Timeline, { start, end, pace }: Replayed, rank: number, iterations: number): number[] {
   const mine = timeline.lanes.map((lane) => lane.rank === rank);
   const { kind, lane, work } = timeline;
   const reached = PLACES.map((counts) => {
@@ -42,7 +42,7 @@ function shares(timeline: Timeline, { start, end, pace }: Replayed, rank: number
       from.push(kind[row] === Kind.COLLECTIVE ? end[row] - Math.max(work[row], 0) : start[row]);
       to.push(end[row]);
     }
-    return covered(from, to, pace * turns);
+    return covered(from, to, pace * iterations);
   });
   return [reached[0], reached[1] - reached[0], reached[2] - reached[1]];
 }

@@ -103,7 +103,7 @@ function onSideLanes(timeline: Timeline, side: Int8Array): Timeline {
   return { ...timeline, lanes, lane, lag, links };
 }
 
-/** A script that is one turn has no turn before it in which to fetch: what follows a copy still waits for it. */
+/** A script that is one iteration has no iteration before it in which to fetch: what follows a copy still waits for it. */
 function withReaders(timeline: Timeline, side: Int8Array, links: Timeline["links"]): Timeline["links"] {
   const stays = new Uint8Array(timeline.rows);
   for (let row = 0; row < timeline.rows; row++) stays[row] = side[row] === 0 && isCommand(timeline.kind[row]) ? 1 : 0;

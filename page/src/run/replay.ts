@@ -13,7 +13,7 @@ const CONTINUED = -2;
 export interface Replayed {
   start: Float64Array;
   end: Float64Array;
-  /** Nanoseconds a turn, by the lane that advances most slowly. */
+  /** Nanoseconds an iteration, by the lane that advances most slowly. */
   pace: number;
   slowest: number;
 }
@@ -26,8 +26,8 @@ export function steady(timeline: Timeline): Replayed {
     return made;
   };
   if (timeline.once) return once(timeline, engine(1));
-  const turns = Math.max(1, firstMarks(timeline).length);
-  const wanted = Math.ceil(TURNS / turns) + 1;
+  const iterations = Math.max(1, firstMarks(timeline).length);
+  const wanted = Math.ceil(TURNS / iterations) + 1;
   const most = Math.floor(MOST_ROWS / Math.max(1, timeline.rows));
   const rounds = Math.max(2, Math.min(wanted, Math.max(3, most)));
   const done = engine(rounds);
@@ -51,7 +51,7 @@ function once(timeline: Timeline, done: Engine): Replayed {
   return { start: done.start, end: done.end, ...slowestOf(lasted) };
 }
 
-/** Of each lane, nanoseconds a turn, between the same mark of two rounds. */
+/** Of each lane, nanoseconds an iteration, between the same mark of two rounds. */
 function paces(progress: Float64Array[], rounds: number): Float64Array {
   const aRound = Math.floor(progress.length / rounds);
   const last = progress.length - 1;

@@ -1,4 +1,4 @@
-// A run as the page knows it: what was explained, and the turns with their columns.
+// A run as the page knows it: what was explained, and the iterations with their columns.
 
 import { read, type Block } from "./block";
 import type { Edit } from "./edit";
@@ -17,15 +17,14 @@ export type Prediction = [step: number, low: number, high: number];
 export interface Fix {
   number: number;
   fix: string;
-  /** The first of them. */
-  where: Place[];
-  more: number;
+  /** All its places in short, and the first of them. */
+  place: string;
+  where: Place | null;
   causes: string[];
-  before: number;
+  prediction: string;
   predicted: Prediction;
-  /** `a step`, or of which turns else it speaks. */
-  turns: string;
-  run: [before: number, saved: number] | null;
+  /** `per iteration`, or which iterations it makes shorter. */
+  iterations: string;
   alone: number;
   needs: string[];
   instead: string[];
@@ -47,9 +46,15 @@ export interface Reason {
   same: string;
 }
 
-export interface Told {
+export interface Analysis {
+  /** Empty for the steps; else the loop. */
   place: string;
-  turns: number;
+  header: string;
+  headline: string;
+  /** The fix that the headline speaks of, or -1. */
+  largest: number;
+  statement: string;
+  total: string;
   step: number;
   plain: boolean;
   steps: number;
@@ -57,11 +62,9 @@ export interface Told {
   script: boolean;
   ledger: [place: string, time: number][];
   reasons: Reason[];
-  all: Prediction;
   plan: Fix[];
-  harmless: { cause: string; where: Place; count: number; why: string }[];
   late: { rank: number; late: number; cause: string; where: Place }[];
-  notes: string[];
+  notes: [label: string, sentence: string][];
 }
 
 export interface Part {
@@ -72,11 +75,10 @@ export interface Part {
   began: number;
   time: number;
   busy: number | null;
-  turns: number;
+  iterations: number;
   least: boolean;
-  turn: [mean: number, low: number, high: number] | null;
+  iteration: [mean: number, low: number, high: number] | null;
   slow: [count: number, every: number, regular: boolean, longer: number, place: string] | null;
-  lines: [place: string, time: number, idle: number, call: string][];
   parts: Part[];
 }
 
@@ -93,9 +95,9 @@ export type Changed = [before: number, after: number, significant: boolean];
 export interface Compared {
   step: Changed;
   ledger: [place: string, before: number, after: number, significant: boolean][];
-  plan: { fix: string; where: string; made: boolean; gain: number }[];
-  foretold: Prediction | null;
-  run: [before: number, after: number, foretold: number] | null;
+  plan: { fix: string; where: string; made: boolean; saves: number }[];
+  predicted: Prediction | null;
+  run: [before: number, after: number, predicted: number] | null;
   notes: string[];
 }
 
@@ -130,14 +132,12 @@ export interface Header {
   ranks: number[];
   looks: Record<string, { name: string; sentence: string }>;
   run: Part | null;
-  headline: string;
-  /** Percent of each equal stretch of the run in which the GPU was at work. */
+  /** Percent of each equal stretch of the run in which the GPU was busy. */
   shares: number[];
   /** Of a live recording: the number of the step that each mark ends. */
   recorded: number[];
-  told: Told[];
+  analyses: Analysis[];
   plain_runs: PlainRun[];
-  asides: [string, string][];
   sources: Record<string, [number, string][]>;
   /** On the page of two runs. */
   compared?: Compared;
@@ -146,9 +146,9 @@ export interface Header {
   tables: Record<string, { rows: number; columns: [string, string, number, number][] }>;
 }
 
-/** Turns of one loop, and what is said of them. */
+/** Iterations of one loop, and their analysis. */
 export interface Moment extends Omit<Described, "lanes"> {
-  told: Told;
+  analysis: Analysis;
   causes: string[];
   timeline: Timeline;
   name: Int32Array;
@@ -168,7 +168,7 @@ export interface Moment extends Omit<Described, "lanes"> {
 
 export interface Run {
   header: Header;
-  /** Which of `told` can be drawn. */
+  /** Which of `analyses` can be drawn. */
   drawn: number[];
   moment(index: number): Promise<Moment>;
 }
@@ -191,11 +191,11 @@ const wide = (column: Numbers): Float64Array => (column instanceof Float64Array 
 
 async function momentOf(block: Block<Header>, index: number): Promise<Moment> {
   const { lanes, ...described } = block.header.moments[index];
-  const told = block.header.told[index];
+  const analysis = block.header.analyses[index];
   const table = (name: string) => block.table(`${index}.${name}`);
   const [spans, links, meetings, marks] = await Promise.all(["spans", "links", "meetings", "marks"].map(table));
   const rows = spans.lane.length;
-  const fixes = told.plan.map(async ({ number }): Promise<Edit | null> => {
+  const fixes = analysis.plan.map(async ({ number }): Promise<Edit | null> => {
     if (!block.has(`${index}.fix${number}`)) return null;
     const [edit, scale] = await Promise.all([table(`fix${number}`), table(`fix${number}.scale`)]);
     return { flags: edit.flags, limit: edit.limit, scales: scalesOf(scale) };
@@ -218,7 +218,7 @@ async function momentOf(block: Block<Header>, index: number): Promise<Moment> {
   };
   return {
     ...described,
-    told,
+    analysis,
     causes: block.header.causes,
     timeline,
     name: whole(spans.name),

@@ -37,7 +37,7 @@ export interface Timeline {
   marks: Int32Array;
   /** Commands that may be pending on a stream before a launch blocks; null where nobody knows. */
   pending: number | null;
-  /** A script without turns, which is replayed once. */
+  /** A script without iterations, which is replayed once. */
   once: boolean;
 }
 
@@ -61,7 +61,7 @@ export function ranksOf(timeline: Timeline): number[] {
   return [...new Set(timeline.lanes.map((lane) => lane.rank))].sort((one, other) => one - other);
 }
 
-/** Rows at which the turns of the first rank begin. */
+/** Rows at which the iterations of the first rank begin. */
 export function firstMarks(timeline: Timeline): Int32Array {
   const first = ranksOf(timeline)[0];
   return timeline.marks.filter((row) => timeline.lanes[timeline.lane[row]].rank === first);

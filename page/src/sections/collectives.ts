@@ -1,7 +1,7 @@
-// What ranks exchange: on the wire, and before that waiting for each other.
+// What ranks exchange: the transfer, and before it the wait for each other.
 
 import type { Choice } from "../choice";
-import { element, section } from "../element";
+import { element, folded } from "../element";
 import { term } from "../glossary";
 import { launchOf } from "../run/replay";
 import { Kind, NONE } from "../run/timeline";
@@ -39,7 +39,7 @@ export function collectivesSection(choice: Choice): HTMLElement | null {
     groups.set(key, group);
   }
   if (!groups.size) return null;
-  const turns = Math.max(1, now.turns.length) * moment.ranks.length;
+  const iterations = Math.max(1, now.iterations.length) * moment.ranks.length;
   const sorted = [...groups.values()].sort((one, other) => other.wire + other.waiting - one.wire - one.waiting).slice(0, MOST);
   const longest = Math.max(1, ...sorted.map(({ wire, waiting }) => wire + waiting));
   const body = element("tbody", {}, ...sorted.map((one) => {
@@ -47,16 +47,16 @@ export function collectivesSection(choice: Choice): HTMLElement | null {
     return element("tr", {},
       element("th", { scope: "row", text: one.name }),
       element("td", {}, one.place === NONE ? null : placeButton(moment.places[one.place], choice)),
-      element("td", { class: "figure", text: plural(Math.round(one.count / turns) || 1, "time") }),
-      element("td", { class: "figure", text: one.size ? bytes(one.size / turns) : "" }),
-      element("td", { class: "figure", text: duration(one.wire / turns) }),
-      element("td", { class: "figure", text: duration(one.waiting / turns) }),
-      element("td", {}, element("span", { class: "meter parted", "data-says": `On the wire ${duration(one.wire / turns)} a turn${one.size ? `, ${(one.size / Math.max(1, one.wire)).toFixed(1)} GB/s` : ""}; waiting for other ranks ${duration(one.waiting / turns)}.` },
+      element("td", { class: "figure", text: plural(Math.round(one.count / iterations) || 1, "time") }),
+      element("td", { class: "figure", text: one.size ? bytes(one.size / iterations) : "" }),
+      element("td", { class: "figure", text: duration(one.wire / iterations) }),
+      element("td", { class: "figure", text: duration(one.waiting / iterations) }),
+      element("td", {}, element("span", { class: "meter parted", "data-says": `Transfer: ${duration(one.wire / iterations)} per iteration${one.size ? `, ${(one.size / Math.max(1, one.wire)).toFixed(1)} GB/s` : ""}; wait for other ranks: ${duration(one.waiting / iterations)}.` },
         element("span", { class: "wire", look: wide(one.wire) }), element("span", { class: "part columns wide", look: { ...wide(one.waiting), "--fill": "var(--peer_late)" } }))),
     );
   }));
-  const head = element("thead", {}, element("tr", {}, ...["collective", "launched at", "a turn", "size", "on the wire", "waiting", ""].map((name) => element("th", { scope: "col", text: name }))));
-  const made = section("collectives", "Collectives", "", element("div", { class: "wide" }, element("table", { class: "copies" }, head, body)));
-  made.querySelector("header")!.append(element("p", { class: "lead" }, "What a turn exchanges at each ", term("collective"), ", the mean of the ranks: solid is the wire, hatched is waiting for the last ", term("rank"), " to come."));
-  return made;
+  const head = element("thead", {}, element("tr", {}, ...["collective", "launched at", "per iteration", "size", "transfer", "wait", ""].map((name) => element("th", { scope: "col", text: name }))));
+  const [wire, waiting] = ["wire", "waiting"].map((part) => [...groups.values()].reduce((sum, one) => sum + one[part as "wire" | "waiting"], 0) / iterations);
+  const about = element("p", { class: "lead" }, "Each ", term("collective"), " of an iteration, as a mean of the ranks. Solid: transfer. Hatched: wait for the last ", term("rank"), ".");
+  return folded("collectives", "Collectives", `${duration(wire)} transfer and ${duration(waiting)} wait per iteration`, about, element("div", { class: "wide" }, element("table", { class: "copies" }, head, body)));
 }

@@ -1,7 +1,7 @@
-// What is copied, from where, and how fast.
+// Copies: from where, and how fast.
 
 import type { Choice } from "../choice";
-import { element, section } from "../element";
+import { element, folded } from "../element";
 import { launchOf } from "../run/replay";
 import type { Header } from "../run/run";
 import { Kind, NONE } from "../run/timeline";
@@ -41,7 +41,7 @@ export function copiesSection(header: Header, choice: Choice): HTMLElement | nul
     groups.set(key, group);
   }
   if (!groups.size) return null;
-  const turns = Math.max(1, now.turns.length) * moment.ranks.length;
+  const iterations = Math.max(1, now.iterations.length) * moment.ranks.length;
   const rows = [...groups.values()].sort((one, other) => other.time - one.time).slice(0, MOST);
   // between host and device it is known what the link carries, or at least what the fastest copy reached
   const limitOf = (direction: string): [limit: number, what: string] => {
@@ -58,17 +58,17 @@ export function copiesSection(header: Header, choice: Choice): HTMLElement | nul
   for (const one of rows) {
     const place = one.place === NONE ? null : moment.places[one.place];
     const [best, what] = limitOf(one.direction);
-    const shared = Math.min(turns, one.count); // of what is not copied in each turn: a single copy
+    const shared = Math.min(iterations, one.count); // of what is not copied in each iteration: a single copy
     const large = one.size / one.count >= LARGE;
     body.append(
       element("tr", {},
         element("th", { scope: "row" }, one.direction, one.memory ? element("span", { class: "faint", text: ` · ${one.memory}` }) : null),
         element("td", {}, place && placeButton(place, choice)),
-        element("td", { class: "figure", text: times(one.count / turns) }),
+        element("td", { class: "figure", text: times(one.count / iterations) }),
         element("td", { class: "figure", text: bytes(Math.round(one.size / shared)) }),
         element("td", { class: "figure", text: duration(one.time / shared) }),
         element("td", { class: "figure" },
-          element("span", { class: "rate", "data-says": large ? `${rate(one).toFixed(1)} GB/s; ${what}.` : "Small copies are slow for their size: what they take is the call." },
+          element("span", { class: "rate", "data-says": large ? `${rate(one).toFixed(1)} GB/s; ${what}.` : "A small copy takes as long as its call." },
             element("span", { class: "meter", "aria-hidden": "true" }, element("span", { look: { width: `${best ? Math.min(100, (100 * rate(one)) / best) : 0}%` } })),
             large ? rate(one).toFixed(1) : "small"),
           one.aside !== NONE ? element("span", { class: "faint", text: ` ${header.looks[moment.causes[one.aside]].name}` }) : null,
@@ -77,5 +77,7 @@ export function copiesSection(header: Header, choice: Choice): HTMLElement | nul
     );
   }
   table.append(body);
-  return section("copies", "Copies", `What a turn copies, and how fast: beside ${moment.link ? `what the link between host and device carries, ${moment.link.toFixed(1)} GB/s` : "the fastest large copy of this run in the same direction"}. Pinned memory is what makes the difference.`, element("div", { class: "wide" }, table));
+  const [size, time] = ["size", "time"].map((part) => [...groups.values()].reduce((sum, one) => sum + one[part as "size" | "time"], 0) / iterations);
+  const about = `Each bar compares with ${moment.link ? `the link between CPU and GPU, ${moment.link.toFixed(1)} GB/s` : "the fastest large copy of this run in the same direction"}. Copies from pinned memory are faster.`;
+  return folded("copies", "Copies", `${bytes(Math.round(size))} in ${duration(time)} per iteration`, element("p", { class: "lead", text: about }), element("div", { class: "wide" }, table));
 }

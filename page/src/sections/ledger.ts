@@ -1,13 +1,13 @@
-// Where a turn goes: bars that sum to it.
+// The time of one iteration: bars that sum to it.
 
 import { element, section } from "../element";
 import { term } from "../glossary";
 import { HATCHES } from "../timeline/paint";
-import type { Header, Told } from "../run/run";
+import type { Analysis, Header } from "../run/run";
 import { duration, share } from "../words";
 import type { Choice } from "../choice";
 
-/** What of a turn is at work, by the names of the ledger. */
+/** What the GPU does while it is busy, by the names of the ledger. */
 export const AT_WORK = ["computing", "copying", "collective"];
 
 /** A square in a place's colour and pattern. */
@@ -36,11 +36,11 @@ export function barRow(name: string, drawn: HTMLElement, sum: number, longest: n
   return element("div", { class: "bar-row" }, element("span", { class: "bar-name", text: name }), element("div", { class: "bar-room" }, drawn), element("span", { class: "figure", text: duration(sum, longest) }));
 }
 
-export function ledgerSection(header: Header, told: Told, choice: Choice | null): HTMLElement {
+export function ledgerSection(header: Header, analysis: Analysis, choice: Choice | null): HTMLElement {
   const name = (place: string) => header.looks[place]?.name ?? place;
   const sentence = (place: string) => header.looks[place]?.sentence ?? "";
   const table = element("table", { class: "ledger" });
-  for (const [place, time] of told.ledger) {
+  for (const [place, time] of analysis.ledger) {
     const cause = !AT_WORK.includes(place);
     const label = cause && choice
       ? element("button", { class: "place", type: "button", text: name(place), "data-says": sentence(place), on: { click: () => choice.cause(place) } })
@@ -49,25 +49,25 @@ export function ledgerSection(header: Header, told: Told, choice: Choice | null)
       element("tr", {},
         element("td", {}, swatch(place)),
         element("th", { scope: "row" }, label),
-        element("td", { class: "figure", text: duration(time, told.step) }),
-        element("td", { class: "figure", text: share(time, told.step) }),
+        element("td", { class: "figure", text: duration(time, analysis.step) }),
+        element("td", { class: "figure", text: share(time, analysis.step) }),
         element("td", { class: "faint", text: sentence(place) }),
       ),
     );
   }
   const bars = element("div", { class: "bars" });
   const then = element("div", { hidden: true });
-  bars.append(barRow("now", bar(told.ledger, told.step, name), told.step, told.step), then);
+  bars.append(barRow("now", bar(analysis.ledger, analysis.step, name), analysis.step, analysis.step), then);
   choice?.onFixes((view) => {
     then.hidden = !view.fixed.length || !view.busy;
     if (then.hidden || !view.busy) return;
     const { computing, copying, wire, waiting } = view.busy;
     const parts = ([["computing", computing], ["copying", copying], ["collective", wire], ["waiting", waiting]] as [string, number][]).filter(([, time]) => time > 0);
-    const drawn = bar(parts, view.step, (place) => (place === "waiting" ? "waiting" : name(place)));
-    then.replaceChildren(barRow(`with fix ${view.fixed.map((fix) => fix + 1).join(", ")}`, drawn, view.step, told.step));
+    const drawn = bar(parts, view.step, (place) => (place === "waiting" ? "idle" : name(place)));
+    then.replaceChildren(barRow(`with fix ${view.fixed.map((fix) => fix + 1).join(", ")}`, drawn, view.step, analysis.step));
   });
-  const title = told.script ? "Where the script goes" : "Where a turn goes";
+  const title = analysis.script ? "Time of the script" : "Time of one iteration";
   const made = section("ledger", title, "", bars, table);
-  made.querySelector("header")!.append(element("p", { class: "lead" }, "Every nanosecond has a place, and together they are the ", term("turn"), ": solid is the GPU at work, hatched is waiting, by ", term("cause"), "."));
+  made.querySelector("header")!.append(element("p", { class: "lead" }, "Solid: the GPU is busy. Hatched: it is idle, by ", term("cause"), "."));
   return made;
 }

@@ -1,7 +1,7 @@
-// What the device's memory held over the turns: allocated as an area, reserved as a line above it, and who held the peak.
+// What the device's memory held over the iterations: allocated as an area, reserved as a line above it, and who held the peak.
 
 import type { Choice } from "../choice";
-import { element, section } from "../element";
+import { element, folded } from "../element";
 import { term } from "../glossary";
 import type { Peak } from "../run/run";
 import { NONE, numbered, taken } from "../run/timeline";
@@ -40,9 +40,9 @@ export function memorySection(choice: Choice): HTMLElement | null {
       holders(choice, peak),
     ];
   });
-  const made = section("memory", "Memory", "", ...parts);
-  made.querySelector("header")!.append(element("p", { class: "lead" }, "What tensors had ", term("allocated"), " over these turns, and above it what PyTorch had ", term("reserved"), ". The line marks the peak; below stand the lines that held it."));
-  return made;
+  const most = Math.max(...moment.peaks.map(({ allocated }) => allocated));
+  const about = element("p", { class: "lead" }, "Memory ", term("allocated"), " by tensors over these iterations, and above it what PyTorch had ", term("reserved"), ". The table lists the lines that hold the peak.");
+  return folded("memory", "Memory", `at most ${bytes(most)} allocated`, about, ...parts);
 }
 
 function holders(choice: Choice, peak: Peak): HTMLElement {
@@ -55,14 +55,14 @@ function holders(choice: Choice, peak: Peak): HTMLElement {
   );
   return element("table", { class: "ledger holders" },
     ...peak.lines.map(([place, size]) => row(element("button", { type: "button", class: "place", text: places[place].text, on: { click: () => choice.line(places[place].file, places[place].line) } }), size)),
-    peak.rest > 0 ? row(element("span", { class: "faint", text: "held since before these turns, or by no line that is known" }), peak.rest) : null,
+    peak.rest > 0 ? row(element("span", { class: "faint", text: "allocated earlier, or by an unknown line" }), peak.rest) : null,
   );
 }
 
 function drawn(choice: Choice, held: Held): HTMLCanvasElement {
   const { time, allocated, reserved, peak } = held;
-  const { length, turns } = choice.now;
-  const canvas = element("canvas", { class: "heat", role: "img", "aria-label": `Memory over the turns: at most ${bytes(peak.allocated)} allocated, ${bytes(peak.reserved)} reserved` });
+  const { length, iterations } = choice.now;
+  const canvas = element("canvas", { class: "heat", role: "img", "aria-label": `Memory over the iterations: at most ${bytes(peak.allocated)} allocated, ${bytes(peak.reserved)} reserved` });
   const top = 1.08 * Math.max(1, ...reserved, ...allocated);
   const draw = (): void => {
     const context = canvas.getContext("2d")!;
@@ -98,7 +98,7 @@ function drawn(choice: Choice, held: Held): HTMLCanvasElement {
     context.stroke();
     context.setLineDash([2, 3]);
     context.strokeStyle = colour("--soft");
-    for (const { start } of turns) upright(context, (start / length) * width);
+    for (const { start } of iterations) upright(context, (start / length) * width);
     context.setLineDash([]);
     context.strokeStyle = colour("--host_sync");
     context.lineWidth = 2;

@@ -1,11 +1,11 @@
-// When each rank comes to each collective: whoever is always late is a stripe.
+// When each rank arrives at each collective: a rank that is always late is a stripe.
 
 import type { Choice } from "../choice";
-import { element, section } from "../element";
+import { element, folded } from "../element";
 import { term } from "../glossary";
 import type { Header } from "../run/run";
 import { Kind, NONE, firstMarks } from "../run/timeline";
-import { duration, shortened } from "../words";
+import { duration, leading, shortened } from "../words";
 
 const CELL = 22;
 const GUTTER = 64;
@@ -29,11 +29,11 @@ export function ranksSection(header: Header, choice: Choice): HTMLElement | null
   if (!meetings.length) return null;
   meetings.sort((one, other) => one.first - other.first);
   const latest = Math.max(1, ...meetings.map(({ here, first }) => Math.max(...here.values()) - first));
-  const canvas = element("canvas", { class: "heat", role: "img", "aria-label": "How late each rank comes to each collective" });
-  const says = element("p", { class: "faint", text: `${meetings.length} collectives, in their order; the darker a cell, the later that rank came. The latest came ${duration(latest)} after the first.` });
-  // the device may be behind: what counts is in which turn the host issued it
+  const canvas = element("canvas", { class: "heat", role: "img", "aria-label": "How late each rank arrives at each collective" });
+  const says = element("p", { class: "faint", text: `${meetings.length} collectives in order. The darker a cell, the later the rank arrived.` });
+  // the device may be behind: what counts is in which iteration the host issued it
   const marks = firstMarks(timeline);
-  const turnOf = meetings.map(({ meeting }) => marks.findLastIndex((mark) => mark <= issued.get(meeting)!));
+  const iterationOf = meetings.map(({ meeting }) => marks.findLastIndex((mark) => mark <= issued.get(meeting)!));
   const wide = () => Math.max(1, (canvas.clientWidth || 600) - GUTTER) / meetings.length;
   const draw = (): void => {
     const context = canvas.getContext("2d")!;
@@ -63,10 +63,10 @@ export function ranksSection(header: Header, choice: Choice): HTMLElement | null
     });
     context.fillStyle = colour("--soft");
     meetings.forEach((_, at) => {
-      if (turnOf[at] < 0 || turnOf[at] === turnOf[at - 1]) return;
+      if (iterationOf[at] < 0 || iterationOf[at] === iterationOf[at - 1]) return;
       const x = GUTTER + at * wide();
       context.fillRect(Math.round(x), 0, 1, height - 6);
-      if (at === 0 || x - GUTTER - wide() * meetings.findIndex((_, one) => turnOf[one] === turnOf[at - 1]) > 46) context.fillText(`turn ${turnOf[at] + 1}`, x + 4, height - TURNS / 2 + 1);
+      if (at === 0 || x - GUTTER - wide() * meetings.findIndex((_, one) => iterationOf[one] === iterationOf[at - 1]) > 46) context.fillText(`iteration ${iterationOf[at] + 1}`, x + 4, height - TURNS / 2 + 1);
     });
   };
   canvas.addEventListener("pointermove", (event) => {
@@ -74,14 +74,13 @@ export function ranksSection(header: Header, choice: Choice): HTMLElement | null
     const at = meetings[Math.floor((event.clientX - box.left - GUTTER) / wide())];
     const rank = moment.ranks[Math.floor((event.clientY - box.top) / CELL)];
     const time = at?.here.get(rank);
-    canvas.dataset.says = time === undefined ? "" : `Rank ${rank} came ${duration(time - at.first)} after the first, to ${shortened(moment.names[moment.meetings.name[at.meeting]] ?? "", 60)}.`;
+    canvas.dataset.says = time === undefined ? "" : `Rank ${rank} arrived ${duration(time - at.first)} after the first at ${shortened(moment.names[moment.meetings.name[at.meeting]] ?? "", 60)}.`;
   });
   new ResizeObserver(draw).observe(canvas);
   document.addEventListener("recolour", draw);
-  const late = moment.told.late.map((one) =>
-    element("li", { text: `Rank ${one.rank} arrives ${duration(one.late)} late: ${header.looks[one.cause]?.name ?? one.cause}${one.where.text ? ` at ${one.where.text}` : ""}.` }),
+  const late = moment.analysis.late.map((one) =>
+    element("li", { text: `Rank ${one.rank} arrives ${duration(one.late)} late: ${header.looks[one.cause]?.name ?? one.cause}${one.where.text && leading(one.where.text) + one.where.text}.` }),
   );
-  const made = section("ranks", "When the ranks arrive", "", canvas, says, late.length ? element("ul", {}, ...late) : null);
-  made.querySelector("header")!.append(element("p", { class: "lead" }, "At a ", term("collective"), " nobody leaves before the last ", term("rank"), " has come: whoever is always late is a stripe."));
-  return made;
+  const about = element("p", { class: "lead" }, "A ", term("collective"), " waits for the last ", term("rank"), ". A rank that is always late is a stripe.");
+  return folded("ranks", "Ranks", `the latest arrives ${duration(latest)} after the first`, about, canvas, says, late.length ? element("ul", {}, ...late) : null);
 }

@@ -1,4 +1,4 @@
-// The program beside its timeline: each line with the wait that it is to blame for.
+// The program beside its timeline: a column with the time per iteration that the GPU is idle because of each line.
 
 import type { Choice } from "../choice";
 import { element } from "../element";
@@ -24,22 +24,30 @@ export class SourcePanel {
 
   constructor(private readonly header: Header, private readonly choice: Choice) {
     this.blame();
-    const blamed = [...this.waits.entries()].sort((one, other) => other[1].wait - one[1].wait);
-    const worst = blamed[0]?.[0];
     const spoken = new Set(choice.moment.places.map((place) => place.file).filter(Boolean));
     this.files = [...spoken].sort((one, other) => this.waitOf(other) - this.waitOf(one) || one.localeCompare(other));
     choice.onLine((file, line) => this.show(file, line));
-    if (worst) {
-      const at = worst.lastIndexOf(":");
-      this.show(worst.slice(0, at), Number(worst.slice(at + 1)));
-    } else if (this.files.length) this.show(this.files[0], 0);
-    if (!this.files.length) this.element.append(element("p", { class: "faint", text: "The recording knows no lines: it was made without stacks." }));
+    if (this.files.length) this.open(this.files[0]);
+    else this.element.append(element("p", { class: "faint", text: "This recording has no stacks, so no lines are known." }));
   }
 
-  /** Of each line the gaps it is to blame for, a turn and a rank. */
+  /** Whether there is more to show than the lines that the recording names. */
+  get hasFiles(): boolean {
+    return this.files.some((file) => this.header.sources[file]);
+  }
+
+  /** Once it is on the page: the line for which the GPU is idle longest. */
+  showWorst(): void {
+    const [worst] = [...this.waits.entries()].sort((one, other) => other[1].wait - one[1].wait);
+    if (!worst) return;
+    const at = worst[0].lastIndexOf(":");
+    this.show(worst[0].slice(0, at), Number(worst[0].slice(at + 1)));
+  }
+
+  /** For each line, the idle time it causes per iteration and rank. */
   private blame(): void {
     const { moment, now } = this.choice;
-    const turns = Math.max(1, now.turns.length) * moment.ranks.length;
+    const iterations = Math.max(1, now.iterations.length) * moment.ranks.length;
     for (const track of now.tracks) {
       if (track.kind !== "gpu") continue;
       const { start, end, tone, what } = track.parts;
@@ -52,9 +60,9 @@ export class SourcePanel {
         const { file, line } = moment.places[place];
         const known = this.waits.get(`${file}:${line}`) ?? { wait: 0, exact: true, causes: new Map() };
         known.exact &&= moment.places[place].exact;
-        // what is drawn beyond the last turn is what the first one begins with
+        // what is drawn beyond the last iteration is what the first one begins with
         const until = now.around > 0 ? Math.min(end[part], now.around) : end[part];
-        const wait = Math.max(0, until - Math.max(0, start[part])) / turns;
+        const wait = Math.max(0, until - Math.max(0, start[part])) / iterations;
         const cause = moment.causes[causeOf(tone[part])] ?? "unknown";
         known.wait += wait;
         known.causes.set(cause, (known.causes.get(cause) ?? 0) + wait);
@@ -97,10 +105,10 @@ export class SourcePanel {
     const choose = element("select", { "aria-label": "File", on: { change: () => this.show(choose.value, 0) } },
       ...this.files.map((one) => element("option", { value: one, text: one, selected: one === file })),
     );
-    const missing = known ? null : element("p", { class: "faint", text: "The file was not at hand when this page was written: these are the lines that the recording names." });
+    const missing = known ? null : element("p", { class: "faint", text: "The source was not found when this page was written. Only lines that the recording names are shown." });
     const vague = [...this.waits].some(([place, { exact }]) => !exact && place.slice(0, place.lastIndexOf(":")) === file);
-    const note = vague ? element("p", { class: "faint" }, element("span", { class: "vague", text: "Slanted" }), " times belong to the function around their line: this recording does not know which of its lines it was.") : null;
-    this.element.replaceChildren(element("div", { class: "source-head" }, element("span", { class: "faint", text: "wait a turn" }), choose), list, ...[missing, note].filter((one) => one !== null));
+    const note = vague ? element("p", { class: "faint" }, element("span", { class: "vague", text: "Slanted" }), " times belong to the whole function: the recording does not know the line.") : null;
+    this.element.replaceChildren(element("div", { class: "source-head" }, element("span", { class: "faint", text: "GPU idle", "data-says": "The time per iteration that the GPU is idle because of each line.", tabindex: "0" }), choose), list, ...[missing, note].filter((one) => one !== null));
   }
 
   private linesOf(file: string): [number, string][] {
@@ -118,14 +126,14 @@ export class SourcePanel {
   private line(file: string, number: number, text: string, longest: number, spoken: boolean): HTMLElement {
     const blamed = this.waits.get(`${file}:${number}`);
     const [cause] = [...(blamed?.causes ?? [])].sort((one, other) => other[1] - one[1])[0] ?? [""];
-    const { step } = this.choice.moment.told;
+    const { step } = this.choice.moment.analysis;
     const margin = element("span", { class: "margin", role: blamed ? "note" : undefined });
     if (blamed && blamed.wait > 0.0005 * step) {
       margin.append(
         element("span", { class: blamed.exact ? "wait-time" : "wait-time vague", text: duration(blamed.wait) }),
         element("span", { class: `wait ${HATCHES[cause] ?? ""}`, "aria-hidden": "true", look: { "--fill": `var(--${cause})`, width: `${Math.max(4, (100 * blamed.wait) / longest)}%` } }),
       );
-      margin.dataset.says = `The GPU waits ${duration(blamed.wait)} a turn for ${blamed.exact ? "this line" : "a line of this function: the recording does not know which"}, ${share(blamed.wait, step)}: ${[...blamed.causes].map(([one, wait]) => `${this.header.looks[one]?.name ?? one} ${duration(wait)}`).join(", ")}.`;
+      margin.dataset.says = `The GPU is idle ${duration(blamed.wait)} per iteration (${share(blamed.wait, step)}) because of ${blamed.exact ? "this line" : "this function"}: ${[...blamed.causes].map(([one, wait]) => `${this.header.looks[one]?.name ?? one} ${duration(wait)}`).join(", ")}.`;
     }
     const code = element("span", { class: "text", text: text || " " });
     const numbered = element("span", { class: "line-number", text: String(number) });

@@ -1,4 +1,4 @@
-// The run over wall-clock time: its loops, beneath them the GPU's share and the host's lead, and how its steps went.
+// The run over wall-clock time: its loops, and below them how busy the GPU was, how far Python was ahead, and the steps.
 
 import { element, section } from "../element";
 import { term } from "../glossary";
@@ -11,13 +11,13 @@ const WORTH_A_BOX = 0.004;
 const STALLED = 1.5;
 const SHOWN_RANKS = 8;
 
-/** `toLoop` shows the turns of another loop that was looked at, by its number. */
+/** `toLoop` shows the analysis of another loop, by its number. */
 export function treeSection(header: Header, choice: Choice | null, toLoop: (index: number) => void): HTMLElement | null {
   const { run } = header;
   const courses = header.plain_runs.filter(({ course }) => course.step.length >= 3);
   if (!run && !courses.length) return null;
   const length = run?.time ?? Math.max(...courses.map(({ course }) => course.ended[course.ended.length - 1]));
-  const about = run ? "Its loops over time; the bar at the foot of each box is the share of its time in which the GPU was at work. A click goes to the turns that were recorded." : "How its steps went, one after another.";
+  const about = run ? "Loops over time. The bar in each box is the share of its time in which the GPU is busy." : "";
   const made = section("run", "The run", about);
   if (run) {
     const flame = element("div", { class: "flame", look: { "--rows": String(depthOf(run, run)) } });
@@ -51,7 +51,7 @@ function box(flame: HTMLElement, part: Part, run: Part, left: number, row: numbe
   const slack = 1 - inside.reduce((sum, one) => sum + one.time, 0) / Math.max(1, part.time);
   for (const one of inside) {
     // a loop that was entered once stands where it began; what comes again and again stands in its order
-    const began = part.kind === "run" || part.turns <= 1 ? one.began / run.time : at;
+    const began = part.kind === "run" || part.iterations <= 1 ? one.began / run.time : at;
     const from = Math.min(Math.max(at, began), left + wide - one.time / run.time);
     box(flame, one, run, slack < 0 ? at : from, row + 1, go);
     at = (slack < 0 ? at : from) + one.time / run.time;
@@ -66,22 +66,22 @@ function nameOf(part: Part): string {
 
 function sentence(part: Part): string {
   const said = [duration(part.time)];
-  if (part.turns && part.kind === "loop") said.push(`${plural(part.turns, "turn")}${part.least ? " at least" : ""}`);
-  if (part.turn) {
-    const [mean, low, high] = part.turn;
-    const skewed = mean > 2 * high; // a few turns that take very long are most of it
+  if (part.iterations && part.kind === "loop") said.push(`${plural(part.iterations, "iteration")}${part.least ? " at least" : ""}`);
+  if (part.iteration) {
+    const [mean, low, high] = part.iteration;
+    const skewed = mean > 2 * high; // a few iterations that take very long are most of it
     const among = low >= 0 ? `${skewed ? " on average" : ""} (${skewed ? "mostly " : ""}${range(low, high, mean)})` : "";
-    said.push(`${duration(mean)} a turn${among}`);
+    said.push(`${duration(mean)} per iteration${among}`);
   }
-  if (part.busy !== null) said.push(`GPU at work ${share(part.busy, part.time)}`);
+  if (part.busy !== null) said.push(`GPU busy ${share(part.busy, part.time)}`);
   return said.join(", ");
 }
 
-/** To the turns that were recorded: those of this loop, if they were. */
+/** To the timeline: of this loop, if its iterations were recorded. */
 function follow(header: Header, part: Part | null, choice: Choice | null, toLoop: (index: number) => void): void {
-  const other = part ? header.told.findIndex((one) => one.place === part.place) : -1;
+  const other = part ? header.analyses.findIndex((one) => one.place === part.place) : -1;
   if (other > 0) toLoop(other);
-  document.getElementById("turn")?.scrollIntoView({ behavior: "smooth", block: "start" });
+  document.getElementById("timeline")?.scrollIntoView({ behavior: "smooth", block: "start" });
   const [, file, line] = /^(.*):(\d+)$/.exec(part?.place ?? "") ?? [];
   if (file && choice) choice.line(file, Number(line));
 }
@@ -92,7 +92,7 @@ function axis(length: number): HTMLElement {
   return made;
 }
 
-/** The same as text, for who cannot see or hover the boxes. */
+/** The same as text, for readers who cannot see or hover the boxes. */
 function list(run: Part, choice: Choice | null): HTMLElement {
   const rows = (part: Part): HTMLElement[] =>
     shown(part, run).map((one) => {
@@ -101,7 +101,7 @@ function list(run: Part, choice: Choice | null): HTMLElement {
         ? element("button", { class: "place", type: "button", text: nameOf(one), on: { click: () => choice.line(file, Number(line)) } })
         : element("span", { text: nameOf(one) });
       const slow = one.slow && one.slow[3] > 0
-        ? element("span", { class: "faint", text: ` · ${plural(one.slow[0], "turn")} took ${duration(one.slow[3])} longer${one.slow[4] ? `, at ${one.slow[4]}` : ""}` })
+        ? element("span", { class: "faint", text: ` · ${plural(one.slow[0], "iteration")} took ${duration(one.slow[3])} longer${one.slow[4] ? `, at ${one.slow[4]}` : ""}` })
         : null;
       const inner = rows(one);
       return element("li", {}, name, element("span", { class: "faint", text: ` · ${sentence(one)}` }), slow, inner.length ? element("ul", {}, ...inner) : null);
@@ -118,13 +118,13 @@ interface Stretch {
   class?: string;
 }
 
-/** What the GPU and the host did meanwhile, each a strip over the same time. */
+/** The GPU and the host over the same time, a strip each. */
 function strips(header: Header, courses: PlainRun[], length: number, toTurns: () => void): HTMLElement[] {
   const made: HTMLElement[] = [];
   const each = length / Math.max(1, header.shares.length);
   if (header.shares.length) {
-    made.push(strip(term("at work", "GPU at work"), length, "at-work", header.shares.map((percent, at) =>
-      ({ from: at * each, to: (at + 1) * each, share: percent / 100, says: `The GPU was at work ${percent}% of this time.` }))));
+    made.push(strip(term("GPU busy"), length, "at-work", header.shares.map((percent, at) =>
+      ({ from: at * each, to: (at + 1) * each, share: percent / 100, says: `The GPU is busy ${percent}% of this time.` }))));
   }
   courses.slice(0, SHOWN_RANKS).forEach((one, place) => {
     const of = courses.length > 1 ? ` of rank ${one.rank}` : "";
@@ -133,13 +133,13 @@ function strips(header: Header, courses: PlainRun[], length: number, toTurns: ()
     const most = Math.max(...lead);
     const usual = [...lead].sort((some, other) => some - other)[Math.floor(0.95 * (lead.length - 1))];
     if (most >= 0) {
-      made.push(strip(element("span", {}, term("lead", "host's lead"), `${of}, up to ${duration(Math.max(0, most))}`), length, "lead-strip", steps.map((its, at) =>
-        ({ ...its, share: Math.min(1, Math.max(0, lead[at]) / Math.max(1, 1.25 * usual)), says: `${its.says}: ${lead[at] > 0 ? `the host is ${duration(lead[at])} ahead of the GPU when a step ends` : "the host has no lead, so the GPU waits for it"}.` }))));
+      made.push(strip(element("span", {}, term("lead", "Python ahead of the GPU"), `${of}, up to ${duration(Math.max(0, most))}`), length, "lead-strip", steps.map((its, at) =>
+        ({ ...its, share: Math.min(1, Math.max(0, lead[at]) / Math.max(1, 1.25 * usual)), says: `${its.says}: ${lead[at] > 0 ? `Python is ${duration(lead[at])} ahead of the GPU when a step ends` : "Python is not ahead, so the GPU waits for it"}.` }))));
     }
     if (place) return; // ranks go through their steps together
     const stalls = longest.some((time) => time > STALLED * one.step);
     const first = header.recorded[0];
-    const about = [`${plural(one.steps, "step")}, ${duration(one.step)} typically`, stalls && "hatched where one of them took far longer", first !== undefined && "framed what was recorded"];
+    const about = [`${plural(one.steps, "step")} of ${duration(one.step)}`, stalls && "hatched: at least one far longer step", first !== undefined && "framed: recorded"];
     const drawn = strip(about.filter(Boolean).join("; "), length, "step-strip", steps.map((its, at) => {
       const over = longest[at] > STALLED * one.step;
       const time = over ? longest[at] : step[at];
@@ -150,7 +150,7 @@ function strips(header: Header, courses: PlainRun[], length: number, toTurns: ()
     // no plain step is where the recorder was
     const at = Math.min(Math.floor(first / one.course.each), steps.length - 1);
     const from = at ? steps[at - 1].to : steps[0].from;
-    const says = `Steps ${first + 1} to ${header.recorded[header.recorded.length - 1]} were recorded: these turns stand on the timeline.`;
+    const says = `Steps ${first + 1} to ${header.recorded[header.recorded.length - 1]} were recorded; the timeline shows them.`;
     drawn.querySelector(".strip")!.append(element("button", { type: "button", class: "recorded", "aria-label": says, "data-says": says, look: { left: `${(100 * from) / length}%`, width: `${(100 * Math.max(0, steps[at].from - from)) / length}%` }, on: { click: toTurns } }));
   });
   return made;

@@ -1,11 +1,12 @@
 // The drawing of one view on a canvas. Parts narrower than a pixel are drawn together, a column at a time: so much of
 // the column is filled as they fill of its time. So a million spans cost no more than the pixels they stand on.
 
+import type { Place } from "../run/run";
 import { NONE } from "../run/timeline";
 import { duration, kernel, shortened } from "../words";
 import { Paint } from "./paint";
 import { launchRow } from "./releases";
-import { GPU, causeOf, isGap, spanName, type Scene } from "./scene";
+import { GPU, SPARSE, causeOf, isGap, spanName, type Scene } from "./scene";
 import type { Track } from "./track";
 import type { Viewport } from "./viewport";
 
@@ -13,8 +14,11 @@ const RULER = 22;
 const GAP = 3;
 const GROUP = 10;
 const NARROW = 560;
+const WIDE_GUTTER = 122;
 const FEW = 9;
 const LETTER = 5.7;
+/** Pixels: what is narrower bears no text. */
+const LEAST_NAMED = 34;
 const SHORT: Record<string, string> = { "your lines": "lines", "called from": "from", "backward thread": "backward", "loader workers": "workers" };
 const FONT = "11px system-ui, sans-serif";
 
@@ -46,10 +50,10 @@ export class Drawing {
   private paint: Paint;
   private width = 800;
   height = 100;
-  gutter = 116;
+  gutter = WIDE_GUTTER;
   marked: Marked = { spot: null, arrows: [], found: null, place: NONE };
   hover: Spot | null = null;
-  /** How much later than in the first drawing its turn begins that stands beneath the other's. */
+  /** How much later than in the first drawing the same iteration begins. */
   shift = 0;
   private waiting = false;
 
@@ -91,7 +95,7 @@ export class Drawing {
     const width = this.canvas.parentElement?.clientWidth ?? 0;
     if (!width) return;
     this.width = width;
-    this.gutter = width < NARROW ? 62 : 116;
+    this.gutter = width < NARROW ? 62 : WIDE_GUTTER;
     const density = Math.min(window.devicePixelRatio || 1, 2);
     this.canvas.width = Math.round(width * density);
     this.canvas.height = Math.round(this.height * density);
@@ -169,7 +173,7 @@ export class Drawing {
     context.beginPath();
     context.rect(this.gutter, 0, width - this.gutter, height);
     context.clip();
-    this.turns();
+    this.iterations();
     for (const track of this.scene.tracks) this.track(track);
     this.arrows();
     context.restore();
@@ -197,12 +201,12 @@ export class Drawing {
     }
   }
 
-  private turns(): void {
+  private iterations(): void {
     const { context, paint } = this;
     context.strokeStyle = paint.soft;
     context.setLineDash([2, 3]);
-    for (const turn of this.scene.turns) {
-      const x = Math.round(this.x(turn.start)) + 0.5;
+    for (const iteration of this.scene.iterations) {
+      const x = Math.round(this.x(iteration.start)) + 0.5;
       context.beginPath();
       context.moveTo(x, RULER - 4);
       context.lineTo(x, this.height);
@@ -232,6 +236,25 @@ export class Drawing {
       this.column(track, left, until - column, until, part, next);
       part = Math.max(next, part + 1);
     }
+    if (track.boxes) this.boxes(track, track.boxes);
+  }
+
+  /** The user's lines on a stream, over what each of them launched in an iteration. */
+  private boxes(track: Track, boxes: Track): void {
+    const { start, end, tone, what } = boxes.parts;
+    const least = (LEAST_NAMED * this.viewport.span) / (this.width - this.gutter);
+    for (let box = boxes.at(this.from); box < boxes.count && start[box] < this.from + this.viewport.span; box++) {
+      if (what[box] === NONE || end[box] - start[box] < least) continue;
+      const left = Math.max(this.x(start[box]), this.gutter);
+      const shown = Math.min(this.x(end[box]), this.width) - left;
+      const isSparse = tone[box] === SPARSE;
+      const ink = this.paint.of("stream", tone[box]);
+      this.text(lineIn(this.scene.moment.places[what[box]], Math.floor((shown - 8) / LETTER)), left, shown, track, isSparse ? this.paint.ink : ink.text, !isSparse, ink.fill);
+    }
+  }
+
+  private isInBox({ boxes, parts }: Track, part: number): boolean {
+    return boxes !== null && boxes.parts.what[boxes.at(parts.start[part])] !== NONE;
   }
 
   private rectangle(track: Track, part: number, x: number, wide: number, tone: number): void {
@@ -248,7 +271,7 @@ export class Drawing {
       context.fillRect(left, track.y, shown, track.height);
     }
     const chosen = this.marked.spot;
-    if (shown > 34) this.text(this.label(track, part), left, shown, track, ink.text, Boolean(ink.pattern), ink.fill);
+    if (shown > LEAST_NAMED && !this.isInBox(track, part)) this.text(this.label(track, part), left, shown, track, ink.text, Boolean(ink.pattern), ink.fill);
     context.globalAlpha = 1;
     const same = chosen && chosen.track === track && chosen.part === part;
     if (same || (this.hover && this.hover.track === track && this.hover.part === part)) {
@@ -377,11 +400,20 @@ export class Drawing {
       context.fillStyle = track.kind === "gpu" ? paint.ink : paint.soft;
       if (track.kind === "gpu") context.font = "600 11px system-ui, sans-serif";
       context.textAlign = "right";
-      context.fillText(narrow ? shortened(SHORT[track.label] ?? track.label, 10) : shortened(track.label, 17), this.gutter - (narrow ? 5 : 9), track.y + track.height / 2 + 0.5);
+      context.fillText(narrow ? shortened(SHORT[track.label] ?? /\((.+)\)/.exec(track.label)?.[1] ?? track.label, 10) : shortened(track.label, 19), this.gutter - (narrow ? 5 : 9), track.y + track.height / 2 + 0.5);
       context.textAlign = "left";
       context.font = FONT;
     }
   }
+}
+
+/** `21 result = batch @ weights`, as much of it as fits. */
+function lineIn({ source, line, text }: Place, letters: number): string {
+  const number = line ? String(line) : "";
+  const whole = source && number ? `${number} ${source}` : text.replace(/^about .*\//, "about ").replace(/^.*\//, "");
+  if (whole.length <= letters) return whole;
+  if (letters >= number.length + 4) return `${whole.slice(0, letters - 1)}…`;
+  return number.length <= letters ? number : "";
 }
 
 /** As much of it as fits: a place without its file, a cause without its place. */

@@ -1,4 +1,4 @@
-// The turns on a canvas: what is now above, what would be below; a pointer, a wheel, fingers and keys move through them.
+// Iterations on a canvas: the recorded run above, with fixes below. A pointer, a wheel, fingers and keys move through them.
 
 import type { Choice } from "../choice";
 import { element, section } from "../element";
@@ -25,30 +25,29 @@ export class TimelinePanel {
   private readonly belowName = element("p", { class: "view-name" });
   /** The other run, where two are compared. */
   private readonly beside: Drawing | null;
-  private readonly told = element("div", { class: "told", role: "status", "aria-live": "polite" });
+  private readonly selected = element("div", { class: "selected", role: "status", "aria-live": "polite" });
   private readonly overview = element("canvas", { class: "overview", "aria-hidden": "true" });
   private readonly counted = element("span", { class: "faint" });
   private asRecorded = false;
   private pointers = new Map<number, { x: number; y: number }>();
 
-  constructor(private readonly header: Header, readonly choice: Choice, source: HTMLElement, other: { name: string; scene: Scene } | null) {
+  constructor(private readonly header: Header, readonly choice: Choice, source: HTMLElement, hasFiles: boolean, other: { name: string; scene: Scene } | null) {
     const now = choice.now;
     this.viewport = new Viewport(now.length);
-    const { script } = choice.moment.told;
-    this.above = new Drawing(now, this.viewport, "The turns as they are: host threads above, the GPU below. The text under it tells what is selected.");
-    this.below = new Drawing(now, this.viewport, "The same turns with the fixes that are switched on.");
-    this.beside = other && new Drawing(other.scene, this.viewport, "The turns of the other run.");
+    this.above = new Drawing(now, this.viewport, "The timeline: threads above, the GPU below. The text under it describes the selection.");
+    this.below = new Drawing(now, this.viewport, "The same timeline with the fixes that are switched on.");
+    this.beside = other && new Drawing(other.scene, this.viewport, "The timeline of the other run.");
     for (const drawing of this.drawings) {
       drawing.causeName = (cause) => this.causeName(cause);
       this.listen(drawing);
     }
     const aboveBox = element("div", { class: "view" }, this.above.canvas);
     this.belowBox = element("div", { class: "view", hidden: true }, this.belowName, this.below.canvas);
-    const besideBox = this.beside && element("div", { class: "view" }, element("p", { class: "view-name", text: `${other!.name}: ${duration(other!.scene.step)} a turn` }), this.beside.canvas);
-    const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, besideBox, this.told, this.legend());
-    this.element = section("turn", script ? "The script on a timeline" : "The turns on a timeline", "", this.toolbar(), element("div", { class: "split" }, drawings, source));
+    const besideBox = this.beside && element("div", { class: "view" }, element("p", { class: "view-name", text: `${other!.name}: ${duration(other!.scene.step)} per iteration` }), this.beside.canvas);
+    const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, besideBox, this.selected, this.legend());
+    this.element = section("timeline", "Timeline", "", this.toolbar(), element("div", { class: hasFiles ? "split" : "split narrow-source" }, drawings, source));
     this.element.querySelector("header")!.append(
-      element("p", { class: "lead" }, "The host issues, the GPU executes. Each ", term("gap"), " of the GPU is hatched in the colour of its ", term("cause"), " and bears its line. Select anything to see what released it."),
+      element("p", { class: "lead" }, "Python launches, the GPU executes. Each ", term("gap"), " is hatched in the colour of its ", term("cause"), ". Click anything to see what it waited for."),
     );
     choice.onFixes((view) => this.showFixed(view));
     choice.onLine((file, line) => this.showLine(file, line));
@@ -61,29 +60,35 @@ export class TimelinePanel {
     this.describe(null, this.above);
   }
 
-  /** The turn that takes most nearly what a turn takes. */
-  oneTurn(): void {
-    const { turns, length } = this.above.scene;
-    if (turns.length < 2) return this.viewport.all();
-    const ends = turns.map((_, index) => turns[index + 1]?.start ?? length);
-    const { step } = this.choice.moment.told;
-    const off = turns.map(({ start }, index) => Math.abs(ends[index] - start - step) + (index ? index : 3) * 0.02 * step);
+  /**
+   * The iteration whose time is closest to the plain step; two if there are several streams, because a batch that is
+   * copied in one is used in the next. If Python runs ahead, its iterations are shorter than those of the GPU.
+   */
+  oneIteration(): void {
+    const { iterations, length, around, tracks } = this.above.scene;
+    if (iterations.length < 2) return this.viewport.all();
+    const streams = tracks.filter((track) => track.kind === "stream");
+    const count = streams.length > new Set(streams.map((track) => track.rank)).size ? 2 : 1;
+    const starts = [...iterations.map(({ start }) => start), around > 0 ? iterations[0].start + around : length];
+    const wanted = count * this.choice.moment.analysis.step;
+    const lasts = starts.slice(count).map((end, index) => end - starts[index]);
+    const off = lasts.map((time, index) => Math.abs(time - wanted) + (index ? index : 3) * 0.02 * wanted);
     const best = off.indexOf(Math.min(...off));
-    const long = ends[best] - turns[best].start;
-    this.viewport.show(turns[best].start - 0.04 * long, ends[best] + 0.06 * long);
+    const long = Math.max(lasts[best], wanted);
+    this.viewport.show(starts[best] - 0.04 * long, starts[best] + 1.06 * long);
   }
 
   private get drawings(): Drawing[] {
     return [this.above, this.below, this.beside].filter((one) => one !== null);
   }
 
-  /** The turn at the left stands above the same turn of the other drawings, however long those before it were. */
+  /** The iteration at the left stands above the same iteration of the other drawings, however long those before it were. */
   private align(): void {
-    const { turns } = this.above.scene;
-    const at = Math.max(0, turns.findLastIndex((turn) => turn.start <= this.viewport.from + 0.1 * this.viewport.span));
+    const { iterations } = this.above.scene;
+    const at = Math.max(0, iterations.findLastIndex((iteration) => iteration.start <= this.viewport.from + 0.1 * this.viewport.span));
     for (const drawing of this.drawings) {
-      const its = drawing.scene.turns;
-      drawing.shift = its.length && turns.length ? its[Math.min(at, its.length - 1)].start - turns[at].start : 0;
+      const its = drawing.scene.iterations;
+      drawing.shift = its.length && iterations.length ? its[Math.min(at, its.length - 1)].start - iterations[at].start : 0;
     }
   }
 
@@ -105,8 +110,8 @@ export class TimelinePanel {
 
   private causeSentence(cause: number): string {
     const name = this.choice.moment.causes[cause];
-    if (!name) return "a gap that only recording made";
-    return name === "unknown" ? "for reasons that the recording does not show" : this.header.looks[name].name;
+    if (!name) return "only because of the recorder";
+    return name === "unknown" ? "not explained by this recording" : this.header.looks[name].name;
   }
 
   private toolbar(): HTMLElement {
@@ -127,7 +132,7 @@ export class TimelinePanel {
         },
       },
     });
-    const views = element("select", { "aria-label": "Which view of the turns", on: { change: () => this.showRecorded(views.value === "recorded") } },
+    const views = element("select", { "aria-label": "With or without the recorder", on: { change: () => this.showRecorded(views.value === "recorded") } },
       element("option", { value: "plain", text: "without the recorder" }),
       element("option", { value: "recorded", text: "as recorded" }),
     );
@@ -135,14 +140,14 @@ export class TimelinePanel {
       element("span", { class: "group" },
         button("−", "Zoom out (key −)", () => this.viewport.zoom(1.6)),
         button("+", "Zoom in (key +)", () => this.viewport.zoom(1 / 1.6)),
-        button("Turn", "One turn (key 1)", () => this.oneTurn()),
+        button("Iteration", "One or two iterations (key 1)", () => this.oneIteration()),
         button("All", "Everything (key 0)", () => this.viewport.all()),
       ),
       element("span", { class: "group" },
-        button("‹ gap", "The long gap before (key p)", () => this.nextGap(-1)),
+        button("‹ gap", "The previous long gap (key p)", () => this.nextGap(-1)),
         button("gap ›", "The next long gap (key n)", () => this.nextGap(1)),
       ),
-      this.choice.moment.told.plain ? views : null,
+      this.choice.moment.analysis.plain ? views : null,
       element("span", { class: "grow" }),
       this.counted,
       search,
@@ -150,24 +155,29 @@ export class TimelinePanel {
   }
 
   private legend(): HTMLElement {
-    const { told, causes } = this.choice.moment;
-    const shown = new Set<string>([...told.ledger.map(([place]) => place)]);
+    const { analysis, causes } = this.choice.moment;
+    const shown = new Set<string>([...analysis.ledger.map(([place]) => place)]);
     for (const track of this.above.scene.tracks) {
       if (track.kind === "gpu") for (const tone of new Set(track.parts.tone)) if (tone >= GPU.GAP) shown.add(causes[causeOf(tone)] ?? "recorder");
     }
     const looks = this.header.looks;
     const item = (place: string, name: string, says: string) => element("li", { "data-says": says, tabindex: "0" }, swatch(place), name);
-    return element("ul", { class: "legend", "aria-label": "Colours" },
-      ...["work", "launch", "sync", "allocate"].map((place, kind) => item(place, ...KINDS[kind])),
-      ...[...AT_WORK, ...causes].filter((place) => shown.has(place)).map((place) => item(place, looks[place].name, looks[place].sentence)),
-    );
+    const hostKinds = new Set(this.above.scene.tracks.filter((track) => track.kind === "host").flatMap((track) => [...new Set(track.parts.tone)]));
+    const named = (place: string) => item(place, looks[place].name, looks[place].sentence);
+    const groups: [string, HTMLElement[]][] = [
+      ["CPU", ["work", "launch", "sync", "allocate"].flatMap((place, kind) => (hostKinds.has(kind) ? [item(place, ...KINDS[kind])] : []))],
+      ["GPU busy", AT_WORK.filter((place) => shown.has(place)).map(named)],
+      ["GPU idle", causes.filter((place) => shown.has(place)).map(named)],
+    ];
+    return element("div", { class: "legend", role: "group", "aria-label": "Colours" }, ...groups.filter(([, items]) => items.length).map(([name, items]) =>
+      element("ul", { "aria-label": name }, element("li", { class: "legend-name", text: name }), ...items)));
   }
 
   private showFixed(view: Scene): void {
     this.belowBox.hidden = !view.fixed.length;
     if (this.belowBox.hidden) return this.resize();
-    const { told } = this.choice.moment;
-    this.belowName.textContent = `With ${view.fixed.map((fix) => `${fix + 1} ${told.plan[fix].fix}`).join(", ")}: ${duration(view.step)} a turn instead of ${duration(told.step)}`;
+    const { analysis } = this.choice.moment;
+    this.belowName.textContent = `With ${view.fixed.map((fix) => `${fix + 1} ${analysis.plan[fix].fix}`).join(", ")}: ${duration(view.step)} instead of ${duration(analysis.step)} per iteration`;
     this.below.marked = { ...this.above.marked, spot: null, arrows: [] };
     this.below.change(view);
     this.align();
@@ -179,7 +189,7 @@ export class TimelinePanel {
     this.viewport.length = scene.length;
     this.select(null, this.above);
     this.above.change(scene);
-    this.oneTurn();
+    this.oneIteration();
   }
 
   /** The line's band stands out, and what is longest there comes into view. */
@@ -204,7 +214,7 @@ export class TimelinePanel {
 
   private showCause(cause: string): void {
     const wanted = this.choice.moment.causes.indexOf(cause);
-    document.getElementById("turn")?.scrollIntoView({ behavior: "smooth", block: "start" });
+    document.getElementById("timeline")?.scrollIntoView({ behavior: "smooth", block: "start" });
     const best = this.gaps((tone) => causeOf(tone) === wanted).sort((one, other) => lengthOf(other) - lengthOf(one))[0];
     if (best) this.goTo(best);
   }
@@ -307,7 +317,7 @@ export class TimelinePanel {
 
   private describe(spot: Spot | null, drawing: Drawing): void {
     if (!spot) {
-      this.told.replaceChildren(element("p", { class: "faint", text: "Nothing is selected. Click a span or a gap, or press n for the next long gap; arrows move, + and − zoom, and once the drawing was clicked the wheel does." }));
+      this.selected.replaceChildren(element("p", { class: "faint", text: "Click a span or a gap. Keys: n for the next long gap, arrows to move, + and − to zoom. Click the timeline to zoom with the wheel." }));
       return;
     }
     const { scene } = drawing;
@@ -317,8 +327,8 @@ export class TimelinePanel {
     const to = end[spot.part];
     if (spot.track.kind === "lines") {
       const place = moment.places[what[spot.part]];
-      this.told.replaceChildren(
-        element("p", { text: `${place.text} held this thread for ${exactDuration(to - from)}${place.function ? `, in ${place.function}` : ""}.` }),
+      this.selected.replaceChildren(
+        element("p", { text: `${place.text} took ${exactDuration(to - from)} of this thread${place.function ? `, in ${place.function}` : ""}.` }),
         ...(place.source ? [element("pre", {}, element("code", { text: place.source }))] : []),
       );
       return;
@@ -329,14 +339,14 @@ export class TimelinePanel {
     const said = isGap
       ? gapStory(scene, row, to - from, this.causeSentence(causeOf(tone[spot.part])), moment.culprit[scene.base[row]])
       : isGpu && tone[spot.part] >= GPU.ASIDE
-        ? `The GPU computes nothing for ${exactDuration(to - from)}, for ${drawing.label(spot.track, spot.part).replace(" · ", " at ")}: it could run beside the compute. ${story(scene, row)}`
+        ? `The GPU computes nothing for ${exactDuration(to - from)}: ${drawing.label(spot.track, spot.part).replace(" · ", " at ")}. This could overlap with kernels. ${story(scene, row)}`
       : isGpu
-        ? `The GPU is ${["computing", "copying", "exchanging data with other ranks"][tone[spot.part]]} for ${exactDuration(to - from)} on end, beginning with ${named(scene, row)}.`
+        ? `The GPU is ${["computing", "copying", "exchanging data with other ranks"][tone[spot.part]]} for ${exactDuration(to - from)}, beginning with ${named(scene, row)}.`
         : story(scene, row);
-    this.told.replaceChildren(element("p", { class: "said", text: said }), this.facts(scene, row, isGap || isGpu ? null : row, from, to, drawing));
+    this.selected.replaceChildren(element("p", { class: "said", text: said }), this.facts(scene, row, isGap || isGpu ? null : row, from, to, drawing));
   }
 
-  /** One sentence on what is pointed at: what it is, how long it lasts, and what its colour means. */
+  /** One sentence on what the pointer is at: what it is, how long it lasts, and what its colour means. */
   private says(drawing: Drawing, { track, part }: Spot): string {
     const { tone, start, end } = track.parts;
     const what = `${drawing.label(track, part)} · ${exactDuration(end[part] - start[part])}`;
@@ -344,7 +354,7 @@ export class TimelinePanel {
     if (track.kind !== "gpu") return `${what}. ${KINDS[tone[part]]?.[1] ?? ""}`;
     const cause = causeOf(tone[part]);
     const name = cause === NONE ? AT_WORK[tone[part]] : this.choice.moment.causes[cause];
-    return `${what}. ${name ? this.header.looks[name].sentence : "A gap that only recording made"}.`;
+    return `${what}. ${name ? this.header.looks[name].sentence : "Idle only because of the recorder"}.`;
   }
 
   private facts(scene: Scene, row: number, whole: number | null, from: number, to: number, drawing: Drawing): HTMLElement {
@@ -358,7 +368,7 @@ export class TimelinePanel {
       fact("name", moment.names[moment.name[base]]);
       const size = moment.size[base];
       if (size > 0) fact("bytes", `${bytes(size)}${to > from ? `, ${(size / (to - from)).toFixed(1)} GB/s` : ""}`);
-      if (moment.aside[base] !== NONE) fact("could", `run beside the compute: ${this.header.looks[moment.causes[moment.aside[base]]].name}`);
+      if (moment.aside[base] !== NONE) fact("could", `overlap with kernels: ${this.header.looks[moment.causes[moment.aside[base]]].name}`);
     }
     const links = [
       ...released(scene, row).filter((one) => one.why !== "lane").slice(0, 3).map((one) => ["released by", one.row] as const),
@@ -455,7 +465,7 @@ export class TimelinePanel {
       "-": () => this.viewport.zoom(1.6),
       s: () => this.viewport.zoom(1.6),
       "0": () => this.viewport.all(),
-      "1": () => this.oneTurn(),
+      "1": () => this.oneIteration(),
       n: () => this.nextGap(1),
       p: () => this.nextGap(-1),
       "[": () => this.neighbour(-1, drawing),
@@ -479,7 +489,7 @@ export class TimelinePanel {
     this.select({ track: spot.track, part }, drawing);
   }
 
-  /** All turns in one thin row, and which of it is looked at. */
+  /** All iterations in one thin row, and which of it is looked at. */
   private drawOverview(): void {
     const { overview, above, viewport } = this;
     const width = overview.parentElement?.clientWidth ?? 0;

@@ -1,8 +1,8 @@
-// What released a span and what it released, and the sentence that tells it.
+// What released a span and what it released, and the sentence that says so.
 
 import { launchOf, incoming, outgoing } from "../run/replay";
 import { EVERY_LANE, Kind, LinkKind, NONE, isCommand, previousOnLane, type Timeline } from "../run/timeline";
-import { duration, exactDuration } from "../words";
+import { duration, exactDuration, leading } from "../words";
 import type { Scene } from "./scene";
 import { spanName } from "./scene";
 
@@ -99,7 +99,7 @@ export function named(scene: Scene, row: number): string {
   if (isCommand(timeline.kind[row])) return spanName(moment, one);
   const name = moment.names[moment.name[one]];
   const shown = call && timeline.kind[row] !== Kind.SYNC ? call : name.includes("): ") ? "Python" : name;
-  return `${shown || "Python"}${place ? (place.startsWith("about") ? ` ${place}` : ` at ${place}`) : ""}`;
+  return `${shown || "Python"}${place && leading(place) + place}`;
 }
 
 /** Why a span stands where it stands. */
@@ -113,21 +113,21 @@ export function story(scene: Scene, row: number): string {
     const last = before.find((one) => one.why === "sync" || one.why === "order");
     const wait = last ? last.time - start[row] : 0;
     if (last && wait > 0) {
-      return `Python stands here for ${lasts}: ${named(scene, row)} returns only when ${named(scene, last.row)} has ended. ${duration(wait)} of it is waiting.`;
+      return `Python waits here for ${duration(wait)} of ${lasts}: ${named(scene, row)} returns only when ${named(scene, last.row)} has ended.`;
     }
-    return `${named(scene, row)} waits for the GPU, but the GPU had caught up already: it took ${lasts}.`;
+    return `${named(scene, row)} takes ${lasts}. It waits for the GPU, which had finished already.`;
   }
   const launched = releases(scene, row).filter((one) => one.why === "launch");
   if (launched.length) {
     const first = launched[0];
     const lead = start[first.row] - end[row];
     const many = launched.length > 1 ? ` and ${launched.length - 1} more` : "";
-    const ahead = lead > 20_000 ? `The host is ${duration(lead)} ahead here: that is its lead.` : "The GPU was waiting for it: the host has no lead here.";
+    const ahead = lead > 20_000 ? `Python is ${duration(lead)} ahead of the GPU here.` : "The GPU was waiting for this launch.";
     return `${named(scene, row)} launches ${named(scene, first.row)}${many}. ${ahead}`;
   }
   const handed = before.find((one) => one.why === "handoff");
-  const after = handed ? ` It went on when ${named(scene, handed.row)} was done.` : "";
-  return `${named(scene, row)} takes ${lasts} of the host.${after}`;
+  const after = handed ? ` It went on after ${named(scene, handed.row)}.` : "";
+  return `${named(scene, row)} takes ${lasts} on the CPU.${after}`;
 }
 
 function commandStory(scene: Scene, row: number, lasts: string, before: Release[]): string {
@@ -138,25 +138,25 @@ function commandStory(scene: Scene, row: number, lasts: string, before: Release[
     const wire = timeline.work[row];
     const waits = end[row] - start[row] - wire;
     const last = before.find((one) => one.why === "meeting");
-    const late = last && last.time > start[row] ? ` The last to come was rank ${timeline.lanes[timeline.lane[last.row]].rank}.` : "";
-    return `A collective${by}: ${duration(Math.max(0, wire))} on the wire, and before that ${duration(Math.max(0, waits))} of waiting for its peers.${late}`;
+    const late = last && last.time > start[row] ? ` Rank ${timeline.lanes[timeline.lane[last.row]].rank} arrives last.` : "";
+    return `A collective${by}: ${duration(Math.max(0, waits))} of waiting for other ranks, then ${duration(Math.max(0, wire))} of transfer.${late}`;
   }
   const last = before[0];
   const verb = timeline.kind[row] === Kind.COPY ? "copies" : "runs";
   const why =
     !last ? "" :
-    last.why === "lane" ? " It began when the command before it on its stream had ended: the GPU was kept busy." :
-    last.why === "launch" ? " The GPU stood ready: it began as soon as it was launched." :
+    last.why === "lane" ? " It began when the one before it on its stream had ended." :
+    last.why === "launch" ? " It began as soon as it was launched." :
     ` It began when ${named(scene, last.row)} had ended, on another stream.`;
   return `${named(scene, row)} ${verb} for ${lasts}${by}.${why}`;
 }
 
-/** Why the GPU has nothing to do, and what ends that. `row` is the command that ends the gap. */
+/** Why the GPU is idle, and what ends that. `row` is the command that ends the gap. */
 export function gapStory(scene: Scene, row: number, time: number, cause: string, culprit: number): string {
   const { moment, timeline } = scene;
   const launch = launchRow(scene, row);
   const place = culprit === NONE || moment.place[culprit] === NONE ? null : moment.places[moment.place[culprit]];
-  const at = !place ? "" : place.text.startsWith("about") ? ` ${place.text}` : ` at ${place.text}`;
+  const at = place ? leading(place.text) + place.text : "";
   const line = place?.source ? `: ${place.source}` : "";
   const last = released(scene, row)[0];
   const queued = launch !== NONE && scene.start[launch] + QUEUED < scene.start[row] - time;
@@ -164,6 +164,6 @@ export function gapStory(scene: Scene, row: number, time: number, cause: string,
     timeline.kind[row] === Kind.COLLECTIVE && last?.why === "meeting"
       ? `It ends when rank ${timeline.lanes[timeline.lane[last.row]].rank} arrives`
       : launch === NONE ? `It ends with ${named(scene, row)}`
-      : queued ? `${named(scene, row)} had been launched before, by ${named(scene, launch)}: so long the GPU takes from one command to the next` : `It ends when ${named(scene, launch)} launches ${named(scene, row)}`;
-  return `The GPU has nothing to do for ${exactDuration(time)}: ${cause}${at}${line}. ${ends}.`;
+      : queued ? `${named(scene, row)} was launched before, by ${named(scene, launch)}: the GPU takes this long from one kernel to the next` : `It ends when ${named(scene, launch)} launches ${named(scene, row)}`;
+  return `The GPU is idle for ${exactDuration(time)}: ${cause}${at}${line}. ${ends}.`;
 }

@@ -1,11 +1,11 @@
-// One view of the turns: as recorded, without the recorder, or with fixes made; and the tracks that draw it.
+// One view of the iterations: as recorded, without the recorder, or with fixes made; and the tracks that draw it.
 
 import { busy, type Busy } from "../run/busy";
 import { byLane } from "../run/block";
 import { apply, together } from "../run/edit";
-import { steady } from "../run/replay";
+import { launchOf, steady } from "../run/replay";
 import type { Moment } from "../run/run";
-import { Kind, NONE, firstMarks, isCommand, numbered, ranksOf, type Timeline } from "../run/timeline";
+import { Kind, NONE, firstMarks, isCommand, numbered, ranksOf, type Lane, type Timeline } from "../run/timeline";
 import { kernel } from "../words";
 import { Track, type TrackKind } from "./track";
 
@@ -15,15 +15,15 @@ export interface Scene {
   /** Of each row of this view, which row of the moment it is; and back, NONE where a fix took it away. */
   base: Int32Array;
   here: Int32Array;
-  /** Nanoseconds since the first turn began. */
+  /** Nanoseconds since the first iteration began. */
   start: Float64Array;
   end: Float64Array;
   length: number;
   /** After so long it all begins anew; 0 where it does not. */
   around: number;
-  turns: { start: number; number: number }[];
+  iterations: { start: number; number: number }[];
   busy: Busy | null;
-  /** A turn, or what the whole script takes. */
+  /** The time of an iteration, or of the whole script. */
   step: number;
   tracks: Track[];
   fixed: number[];
@@ -46,7 +46,7 @@ export function replayed(moment: Moment, fixes: number[]): Scene {
   const around = timeline.once ? 0 : done.pace * firstMarks(timeline).length * moment.ratio;
   const spent = busy(timeline, done, moment.ratio);
   const made = scene(moment, timeline, row, done.start.slice(), done.end.slice(), moment.ratio, spent, fixes, around);
-  made.step = Math.min(moment.told.step, Math.round(done.pace * moment.ratio));
+  made.step = Math.min(moment.analysis.step, Math.round(done.pace * moment.ratio));
   return made;
 }
 
@@ -72,8 +72,8 @@ function scene(
   base.forEach((one, row) => (here[one] = row));
   let length = 0;
   for (let row = 0; row < timeline.rows; row++) length = Math.max(length, end[row]);
-  const turns = marks.map((row, number) => ({ start: start[row], number: number + 1 }));
-  const view: Scene = { moment, timeline, base, here, start, end, length, around, turns, busy: spent, step: 0, tracks: [], fixed };
+  const iterations = marks.map((row, number) => ({ start: start[row], number: number + 1 }));
+  const view: Scene = { moment, timeline, base, here, start, end, length, around, iterations, busy: spent, step: 0, tracks: [], fixed };
   view.tracks = tracksOf(view);
   return view;
 }
@@ -112,15 +112,17 @@ function tracksOf(view: Scene): Track[] {
   const rows = rowsOfLanes(timeline);
   const marks = new Set(timeline.marks);
   const ranks = ranksOf(timeline);
+  const launch = launchOf(timeline);
+  const iteration = iterationsOf(timeline);
   const tracks: Track[] = [];
   for (const rank of ranks) {
     const lanes = timeline.lanes.flatMap((lane, index) => (lane.rank === rank && rows[index].length ? [index] : []));
     const of = (host: boolean) => lanes.filter((index) => (timeline.lanes[index].device === null) === host);
     const heading = ranks.length > 1 ? `rank ${rank}` : "";
-    const add = (kind: TrackKind, label: string, lane: number, parts: Parts) => {
+    const add = (kind: TrackKind, label: string, lane: number, parts: Parts, boxes: Track | null = null) => {
       if (!parts.what.length) return;
       const first = heading && !tracks.some((track) => track.rank === rank);
-      tracks.push(new Track(kind, rank, lane, label, first ? heading : "", parts));
+      tracks.push(new Track(kind, rank, lane, label, first ? heading : "", parts, boxes));
     };
     for (const index of of(true)) {
       const lane = timeline.lanes[index];
@@ -131,7 +133,11 @@ function tracksOf(view: Scene): Track[] {
       add("host", hostName(lane.name, main), index, spans(view, rows[index]));
     }
     add("gpu", "GPU", NONE, deviceAsOne(view, lanes));
-    for (const index of of(false)) add("stream", streamName(timeline.lanes[index].name, timeline.lanes[index].number), index, spans(view, rows[index]));
+    for (const index of of(false)) {
+      const parts = spans(view, rows[index]);
+      const label = streamName(timeline.lanes[index], roleOf(view, rows[index]));
+      add("stream", label, index, parts, new Track("stream", rank, index, label, "", boxesOf(view, parts, launch, iteration)));
+    }
   }
   return tracks;
 }
@@ -149,7 +155,17 @@ function hostName(name: string, main: boolean): string {
   return main ? "Python" : name.includes("autograd") ? "backward thread" : "other thread";
 }
 
-const streamName = (name: string, number: number): string => SIDE[name] ?? (name || `stream ${number}`);
+const streamName = ({ name, number }: Lane, role: string): string => SIDE[name] ?? `${name || `stream ${number}`} (${role})`;
+
+/** What a stream does most of its time. */
+function roleOf({ timeline, start, end }: Scene, rows: Int32Array): string {
+  const times = { compute: 0, copies: 0, comm: 0 };
+  for (const row of rows) {
+    const kind = timeline.kind[row];
+    times[isWire(kind) ? "comm" : isCopying(kind) ? "copies" : "compute"] += end[row] - start[row];
+  }
+  return (Object.keys(times) as (keyof typeof times)[]).reduce((one, other) => (times[other] > times[one] ? other : one));
+}
 
 export interface Parts {
   start: Float64Array;
@@ -159,7 +175,7 @@ export interface Parts {
   what: Int32Array;
 }
 
-/** Rows at their times, and where the GPU is behind the host, once more at the beginning: the turns before were alike. */
+/** Rows at their times, and where the GPU is behind the host, once more at the beginning: the iterations before were alike. */
 interface Occurrences {
   row: Int32Array;
   start: Float64Array;
@@ -172,7 +188,7 @@ function occurrences(view: Scene, rows: Int32Array, begin: Float64Array = view.s
   const { around, end } = view;
   const again: [row: number, shift: number][] = [];
   if (around > 0) {
-    for (const row of rows) for (let turn = 1; end[row] > turn * around && turn < MOST_AROUND; turn++) again.push([row, turn * around]);
+    for (const row of rows) for (let iteration = 1; end[row] > iteration * around && iteration < MOST_AROUND; iteration++) again.push([row, iteration * around]);
   }
   const count = rows.length + again.length;
   const found = { row: new Int32Array(count), start: new Float64Array(count), end: new Float64Array(count) };
@@ -218,6 +234,42 @@ function bands(view: Scene, rows: Int32Array, values: Int32Array): Parts {
   return { start: new Float64Array(start), end: new Float64Array(end), tone, what: new Int32Array(what) };
 }
 
+/** Of each row, how many iterations have begun. */
+function iterationsOf(timeline: Timeline): Int32Array {
+  const begun = new Int32Array(timeline.rows);
+  for (const row of timeline.marks) begun[row] = 1;
+  for (let row = 1; row < timeline.rows; row++) begun[row] += begun[row - 1];
+  return begun;
+}
+
+/** The tone of a box that is mostly idle. */
+export const SPARSE = 255;
+
+/** Neighbours on a stream that one line launched in one iteration. */
+function boxesOf({ base, moment }: Scene, { start, end, tone, what }: Parts, launch: Int32Array, iteration: Int32Array): Parts {
+  const found = { start: [] as number[], end: [] as number[], tone: [] as number[], what: [] as number[] };
+  let before = NONE;
+  let busy = 0;
+  for (let part = 0; part < what.length; part++) {
+    const by = launch[what[part]];
+    const place = by === NONE ? NONE : moment.place[base[by]];
+    const last = found.what.length - 1;
+    const isSame = last >= 0 && found.what[last] === place && iteration[by] === before;
+    busy = (isSame ? busy : 0) + end[part] - start[part];
+    if (isSame) {
+      found.end[last] = Math.max(found.end[last], end[part]);
+      found.tone[last] = 2 * busy < found.end[last] - found.start[last] ? SPARSE : tone[part];
+    } else {
+      found.start.push(start[part]);
+      found.end.push(end[part]);
+      found.tone.push(tone[part]);
+      found.what.push(place);
+    }
+    before = by === NONE ? NONE : iteration[by];
+  }
+  return { start: new Float64Array(found.start), end: new Float64Array(found.end), tone: new Uint8Array(found.tone), what: new Int32Array(found.what) };
+}
+
 /** Tones of a GPU: at work, gaps by their cause, and copies and collectives that a cause says should run beside. */
 export const GPU = { COMPUTING: 0, COPYING: 1, WIRE: 2, GAP: 16, ASIDE: 40 };
 
@@ -252,7 +304,7 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
     const one = base[row];
     const cause = moment.cause[one];
     if (cause === NONE) return view.busy ? moment.causes.length - 1 : moment.causes.length;
-    const fixedNow = view.fixed.some((fix) => moment.told.plan[fix]?.causes.includes(moment.causes[cause]));
+    const fixedNow = view.fixed.some((fix) => moment.analysis.plan[fix]?.causes.includes(moment.causes[cause]));
     return fixedNow ? moment.rest[one] : cause;
   };
   const all = new Intervals();

@@ -23,6 +23,8 @@ export class Track {
     readonly label: string,
     readonly heading: string,
     readonly parts: Parts,
+    /** On a stream: what one line launched in one iteration; each part's `what` is its place. */
+    readonly boxes: Track | null = null,
   ) {
     this.height = HEIGHTS[kind];
     this.count = parts.start.length;

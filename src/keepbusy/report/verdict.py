@@ -255,3 +255,37 @@ def next_commands(commands: Commands, width: int, side_by_side: bool) -> list[Te
             texts = [together] if together.cell_len <= width else texts
         shown += texts
     return shown
+
+
+class Item(NamedTuple):
+    """A fix of the verdict, in words."""
+
+    place: str
+    fix: str
+    prediction: str
+
+
+class Summary(NamedTuple):
+    """The verdict in parts, for reports that are not text."""
+
+    header: str
+    headline: str  # the largest saving by iteration; empty if there is none
+    largest: int  # the number of the item that saves it, from 0
+    statement: str
+    items: tuple[Item, ...]
+    total: str
+
+
+def summary(diagnosis: Diagnosis) -> Summary:
+    """The same words and numbers as in `lines`, of all fixes."""
+    rows = run_report.planned_rows(diagnosis)
+    items = tuple(Item(_place(row.fix.where), words.fix(row.fix.fix), _prediction(row)) for row in rows)
+    savings = [0 if row.only_with else row.before - row.after for row in rows]
+    largest = max(range(len(rows)), key=savings.__getitem__, default=NONE)
+    headline = ""
+    if rows and savings[largest] > 0:
+        row = rows[largest]
+        often = every(row.fix.every, "iteration") if row.fix.every else "per iteration"
+        headline = f"{transition(row.before, row.after)} {'for the script' if diagnosis.one_turn else often}"
+    first = header(diagnosis, WITHOUT_END).plain.removeprefix("keepbusy · ")
+    return Summary(first, headline, largest, statement(diagnosis), items, _total(diagnosis, rows))

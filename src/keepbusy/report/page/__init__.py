@@ -33,7 +33,7 @@ style-src 'sha256-{style_hash}'; img-src data:; base-uri 'none'; form-action 'no
 <style>{style}</style>
 </head>
 <body>
-<noscript>This page draws a run with JavaScript, which is switched off. keepbusy explain shows it as text.</noscript>
+<noscript>This page needs JavaScript, which is switched off. `keepbusy explain` shows the run as text.</noscript>
 <main id="page" aria-busy="true"></main>
 {blocks}
 <script>{script}</script>
@@ -54,12 +54,12 @@ class Page(str):
 
 
 def render(diagnosis: Diagnosis, source: str = "") -> Page:
-    """The page of what was explained, with its turns where the diagnosis holds them. `source` names the run."""
+    """The page of a diagnosis, with a timeline if the diagnosis holds its iterations. `source` names the run."""
     return _page(block_of(diagnosis, source))
 
 
 def render_both(comparison: Comparison, before: str = "", after: str = "") -> Page:
-    """The page of two runs, the turns of one beneath those of the other. `before` and `after` name them."""
+    """The page of two runs, with one timeline beneath the other. `before` and `after` name the runs."""
     changed = {"compared": compared(comparison)}
     return _page(block_of(comparison.before, before, changed), block_of(comparison.after, after))
 

@@ -1,4 +1,4 @@
-"""What a page holds of a run: its words as JSON, its spans as columns, packed as in a `.busy` file.
+"""What a page holds of a run: texts and figures as JSON, spans as columns, packed as in a `.busy` file.
 
 8 bytes   how long the header is
 header    JSON, compressed: `words_of`, and how the columns are to be read
@@ -22,7 +22,7 @@ import numpy as np
 from keepbusy import __version__
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import CAUSES, PLACES, UNLIMITED, Cause, Diagnosis, Edit, Turns, Where
-from keepbusy.report import run_report, words
+from keepbusy.report import run_report, verdict, words
 from keepbusy.report.source import fix_line, source_of, text_of
 from keepbusy.report.words import look, tame
 from keepbusy.timeline.busy_file import LENGTH, pack
@@ -33,7 +33,7 @@ _Columns: TypeAlias = Mapping[str, Ints]
 
 _LONGEST_TEXT = 2_000
 _LINES_AROUND = 14
-"""So many lines of the program stand above and below each line that is spoken of."""
+"""Lines of the program above and below each line that the page names."""
 _LONGEST_LINE, _MOST_LINES = 240, 6_000
 _LONGEST_NAME = 600
 """Letters of a name; what is longer loses its middle. C++ names its kernels at length."""
@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 
 def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
-    """The run, and what is said of it as a whole."""
+    """The run as a whole, and the analysis of each loop."""
     run, turns = diagnosis.run, diagnosis.turns
     return {
         "version": __version__,
@@ -83,21 +83,15 @@ def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
         "ranks": list(diagnosis.ranks),
         "looks": {one: {"name": look(one).name, "sentence": look(one).sentence} for one in PLACES},
         "run": None if run is None else _part(run),
-        "headline": f"{run_report.cut_short(diagnosis)} {run_report.headline(run) if run is not None else ''}".strip(),
         "shares": run.shares if run is not None else (),
         "recorded": (turns.timeline.facts.recorded or ()) if turns is not None else (),
-        "told": [
-            _turn(diagnosis) | {"place": "", "turns": 0},
-            *(_turn(one.diagnosis) | {"place": _text(one.place), "turns": one.turns} for one in diagnosis.loops),
+        "analyses": [
+            _analysis(diagnosis) | {"place": ""},
+            *(_analysis(loop.diagnosis) | {"place": _text(loop.place)} for loop in diagnosis.loops),
         ],
         "plain_runs": [
             {"rank": rank, "steps": one.steps, "step": one.step, "course": _course(one, run)}
             for rank, one in sorted(diagnosis.plain_runs.items())
-        ],
-        "asides": [[label, _text(said)] for label, said in run_report.asides(diagnosis.plain_runs, diagnosis.rare)],
-        "rare": [
-            {"step": one.step, "time": one.plain_step, "ledger": [*map(list, one.ledger.items())]}
-            for one in diagnosis.rare
         ],
         "sources": _sources(diagnosis),
     }
@@ -107,9 +101,15 @@ def _text(value: str) -> str:
     return tame(value, _LONGEST_TEXT)
 
 
-def _turn(diagnosis: Diagnosis) -> dict[str, Any]:
-    """What is said of a turn: where it goes, why the GPU waits, what to do."""
+def _analysis(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The verdict of one loop, the time of its iteration, why the GPU is idle in it, and its plan."""
+    summary = verdict.summary(diagnosis)
     return {
+        "header": _text(summary.header),
+        "headline": summary.headline,
+        "largest": summary.largest,
+        "statement": _text(summary.statement),
+        "total": summary.total,
         "step": diagnosis.plain_step,
         "plain": diagnosis.plain_given,
         "steps": diagnosis.steps,
@@ -117,17 +117,12 @@ def _turn(diagnosis: Diagnosis) -> dict[str, Any]:
         "script": diagnosis.one_turn,
         "ledger": [[place, diagnosis.ledger[place]] for place in PLACES if diagnosis.ledger.get(place, 0) > 0],
         "reasons": [_cause(one) for one in diagnosis.causes],
-        "all": [diagnosis.predicted.step, diagnosis.predicted.low, diagnosis.predicted.high],
-        "plan": list(_plan(diagnosis)),
-        "harmless": [
-            {"cause": one.cause, "where": _place(one.where), "count": one.count, "why": _text(one.why)}
-            for one in diagnosis.harmless
-        ],
+        "plan": list(_plan(diagnosis, summary.items)),
         "late": [
             {"rank": one.rank, "late": one.late, "cause": one.cause, "where": _place(one.where)}
             for one in diagnosis.late
         ],
-        "notes": [_text(note) for note in diagnosis.notes],
+        "notes": [[label, _text(sentence)] for label, sentence in run_report.margin(diagnosis)],
     }
 
 
@@ -158,36 +153,36 @@ def _cause(one: Cause) -> dict[str, Any]:
     }
 
 
-def _plan(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
-    saved = 0
-    for number, one in enumerate(diagnosis.plan):
-        before, saved = saved, saved + max(0, one.run_gain)
-        late = [run_report.lateness(late, diagnosis.given) for late in one.late]
-        others = {other.named: str(place) for place, other in enumerate(diagnosis.plan, 1) if other is not one}
-        named = run_report.named_places(one)
+def _plan(diagnosis: Diagnosis, items: tuple[verdict.Item, ...]) -> Iterator[dict[str, Any]]:
+    """The fixes of the verdict, in its words and numbers."""
+    rows = run_report.planned_rows(diagnosis)
+    numbers = {row.fix.named: str(number) for number, row in enumerate(rows, 1)}
+    for number, (row, item) in enumerate(zip(rows, items, strict=True)):
+        fix = row.fix
+        late = [run_report.lateness(rank, diagnosis.given) for rank in fix.late]
+        needs = {numbers.get(name) or words.fix(name): None for name in fix.needs if name != fix.named}
         yield {
             "number": number,
-            "fix": _text(words.fix(one.fix)),
-            "where": [_place(where) for where in named],
-            "more": len(one.where) - len(named),
-            "causes": list(one.causes),
-            "before": one.predicted.step + one.gain,
-            "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
-            "turns": _text(run_report.turns_meant(one)),
-            "run": [before, saved] if diagnosis.run is not None and saved else None,
-            "alone": one.alone,
-            "needs": [others.get(name) or _text(words.fix(name)) for name in dict.fromkeys(one.needs)],
-            "instead": [_text(words.fix(other)) for other in one.instead],
-            "says": [_text(said) for said in (one.reason, *late, one.advice) if said],
-            "code": _text(one.code),
-            "loop": _text(one.loop),
-            "replayed": diagnosis.turns is not None and diagnosis.turns.edit_of(one) is not None,
+            "fix": _text(item.fix),
+            "place": _text(item.place),
+            "prediction": item.prediction,
+            "where": _place(fix.where[0]) if fix.where else None,
+            "causes": list(fix.causes),
+            "predicted": [row.after, row.low, row.high],
+            "iterations": _text(run_report.turns_meant(fix)),
+            "alone": fix.alone,
+            "needs": [_text(name) for name in needs],
+            "instead": [_text(words.fix(other)) for other in fix.instead],
+            "says": [_text(sentence) for sentence in (fix.reason, *late, fix.advice) if sentence],
+            "code": _text(fix.code),
+            "loop": _text(fix.loop),
+            "replayed": diagnosis.turns is not None and diagnosis.turns.edit_of(fix) is not None,
         }
 
 
 def compared(done: Comparison) -> dict[str, Any]:
     """What changed from one run to the other; a change is the time before, the time after, and if it is no noise."""
-    run, foretold = done.run, done.foretold
+    run, predicted = done.run, done.foretold
     return {
         "step": _change(done.step),
         "ledger": [[name, *_change(change)] for name, change in done.ledger.items()],
@@ -196,11 +191,11 @@ def compared(done: Comparison) -> dict[str, Any]:
                 "fix": _text(words.fix(one.fix.fix)),
                 "where": words.spot(one.fix.where[0], 80) if one.fix.where else "",
                 "made": one.made,
-                "gain": one.fix.gain,
+                "saves": one.fix.gain,
             }
             for one in done.plan
         ],
-        "foretold": None if foretold is None else [foretold.step, foretold.low, foretold.high],
+        "predicted": None if predicted is None else [predicted.step, predicted.low, predicted.high],
         "run": None if run is None else [run.before, run.after, done.run_foretold],
         "notes": [_text(note) for note in done.notes],
     }
@@ -235,11 +230,10 @@ def _part(part: Part) -> dict[str, Any]:
         "began": part.began,
         "time": part.time,
         "busy": None if part.busy == NONE else part.busy,
-        "turns": part.turns,
+        "iterations": part.turns,
         "least": part.at_least,
-        "turn": None if part.turn == NONE else [part.turn, part.low, part.high],
+        "iteration": None if part.turn == NONE else [part.turn, part.low, part.high],
         "slow": None if slow is None else [slow.count, slow.every, slow.regular, slow.longer, _text(slow.place)],
-        "lines": [[_text(one.place), one.time, one.idle, tame(one.call, 80)] for one in part.lines[:8]],
         "parts": [_part(one) for one in part.parts],
     }
 
@@ -280,7 +274,7 @@ def _around(lines: list[str], wanted: Iterable[int]) -> list[list[Any]]:
 
 
 def _moment(turns: Turns) -> dict[str, Any]:
-    """Turns without their columns; the header holds them under the number of what is told of them."""
+    """Iterations without their columns; the header holds them under the number of their analysis."""
     timeline = turns.timeline
     used = np.unique(np.concatenate([timeline.spans.name, turns.call[turns.call != NONE], timeline.meetings.name]))
     names = ["" if index not in used else one for index, one in enumerate(timeline.names)] if len(used) else []
@@ -310,8 +304,8 @@ def _tables(diagnosis: Diagnosis, turns: Turns) -> dict[str, _Columns]:
         tables[part] = {name: column.astype(np.int64) for name, column in table.columns().items()}
     if len(timeline.memory):
         tables["memory"] = memory_table(turns, origin)
-    for number, fix in enumerate(diagnosis.plan):
-        edit = turns.edit_of(fix)
+    for number, row in enumerate(run_report.planned_rows(diagnosis)):
+        edit = turns.edit_of(row.fix)
         if edit is not None:
             tables[f"fix{number}"] = _flags(edit)
             tables[f"fix{number}.scale"] = _scales(edit)
@@ -331,14 +325,14 @@ def _scales(edit: Edit) -> _Columns:
     return {"row": rows.astype(np.int64), "low": low, "high": high}
 
 
-# What the device's memory held over the turns, where the recording knows
+# What the device's memory held over the iterations, where the recording knows
 
 _PEAK_LINES = 8
 """That hold most of the peak; the others together."""
 
 
 def memory_table(turns: Turns, origin: int) -> Mapping[str, Ints]:
-    """All that was taken and given back while the turns ran; times count from `origin`."""
+    """All that was allocated and freed during the iterations; times count from `origin`."""
     memory = turns.timeline.memory.take(_within(turns))
     return {
         "rank": _ranks(turns, memory),
