@@ -24,7 +24,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 
 
 def as_it_opens(page: Page) -> None:
-    """One turn."""
+    """One iteration, or two."""
 
 
 def switch_on(page: Page) -> None:
@@ -33,7 +33,7 @@ def switch_on(page: Page) -> None:
 
 def longest_gap(page: Page) -> None:
     page.locator("#causes .card button", has_text="Show the longest").first.click()
-    page.evaluate("() => keepbusy.panel.oneTurn()")
+    page.evaluate("() => keepbusy.panel.oneIteration()")
 
 
 def gap_and_fix(page: Page) -> None:
@@ -56,15 +56,19 @@ def longest_copy(page: Page) -> None:
     }""")
 
 
+def open_memory(page: Page) -> None:
+    page.locator("#memory summary").click()
+
+
 PICTURES: dict[str, tuple[str, str, str, Callable[[Page], None]]] = {
-    "sync": ("live/item_every_step.busy", "light", "#turn", gap_and_fix),
-    "copies": ("live/copy_in_line.busy", "light", "#turn", gap_and_fix),
-    "serialised": ("live/copy_in_line.busy", "light", "#turn", as_it_opens),
-    "overlapped": ("prefetched.busy", "light", "#turn", longest_copy),
-    "memory": ("prefetched.busy", "light", "#memory", as_it_opens),
-    "two_ranks": ("third/rank0_accuracy.busy", "light", "#turn", as_it_opens),
+    "sync": ("live/item_every_step.busy", "light", "#timeline", gap_and_fix),
+    "copies": ("live/copy_in_line.busy", "light", "#timeline", gap_and_fix),
+    "serialised": ("live/copy_in_line.busy", "light", "#timeline", as_it_opens),
+    "overlapped": ("prefetched.busy", "light", "#timeline", longest_copy),
+    "memory": ("prefetched.busy", "light", "#memory", open_memory),
+    "two_ranks": ("third/rank0_accuracy.busy", "light", "#timeline", as_it_opens),
     "run": ("fourth/rank0_saves.busy", "light", "#run", as_it_opens),
-    "late_rank": ("live/late_rank.busy", "dark", "#turn", longest_gap),
+    "late_rank": ("live/late_rank.busy", "dark", "#timeline", longest_gap),
 }
 """Of each picture the recording, light or dark, what is shown of the page, and what is done before."""
 

@@ -111,7 +111,7 @@ async function show(shown: Shown, page: HTMLElement): Promise<void> {
   const source = new SourcePanel(header, choice);
   const beside = index === 0 ? runs[1 - side] : undefined;
   const other = beside?.drawn.includes(0) ? { name: nameOf(1 - side, beside), scene: new Choice(await beside.moment(0)).now } : null;
-  const panel = new TimelinePanel(header, choice, source.element, source.hasFiles, other);
+  const panel = new TimelinePanel(header, choice, source.element, source.hasText, other);
   panel.onPlace = (place) => source.show(place.file, place.line);
   put(choice, panel.element);
   window.keepbusy = { run, choice, panel, hatches: HATCHES, replayed: (fixes) => plainNumbers(choice.moment, fixes) };

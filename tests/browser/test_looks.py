@@ -40,6 +40,11 @@ def first_fix(page: Any) -> None:
     page.locator("#plan .flip").first.click()
 
 
+def open_it(page: Any) -> None:
+    for summary in page.locator("main > section > details > summary").all():
+        summary.click()
+
+
 def gap_and_fix(page: Any) -> None:
     drawing(page).focus()
     page.keyboard.press("n")
@@ -52,10 +57,13 @@ def both() -> str:
 
 WATCHED = "fourth/rank0_saves.busy"
 VIEWS = {
-    "turn": View(lambda: html(ITEM), "#turn", act=gap_and_fix),
-    "turn_dark": View(lambda: html(COPY), "#turn", scheme="dark", act=first_fix),
-    "turn_narrow": View(lambda: html(ITEM), "#turn", width=390, act=gap_and_fix),
-    "turn_of_two": View(both, "#turn", act=first_fix),
+    "timeline": View(lambda: html(ITEM), "#timeline", act=gap_and_fix),
+    "timeline_dark": View(lambda: html(COPY), "#timeline", scheme="dark", act=first_fix),
+    "timeline_narrow": View(lambda: html(ITEM), "#timeline", width=390, act=gap_and_fix),
+    "timeline_of_two": View(both, "#timeline", act=first_fix),
+    "first_screen": View(lambda: html(WATCHED), "#headline"),
+    "first_screen_narrow": View(lambda: html(WATCHED), "#headline", width=390),
+    "timeline_of_streams": View(lambda: html("prefetched.busy"), "#timeline"),
     "plan": View(lambda: html(COPY), "#plan", act=first_fix),
     "plan_narrow_dark": View(lambda: html(COPY), "#plan", width=390, scheme="dark"),
     "ledger": View(lambda: html(ITEM), "#ledger", act=first_fix),
@@ -63,16 +71,19 @@ VIEWS = {
     "run_narrow_dark": View(lambda: html(WATCHED), "#run", width=390, scheme="dark"),
     "changed": View(both, "#changed"),
     "changed_narrow_dark": View(both, "#changed", width=390, scheme="dark"),
-    "ranks": View(lambda: html(LATE), "#ranks"),
-    "collectives_dark": View(lambda: html(LATE), "#collectives", scheme="dark"),
-    "memory": View(lambda: render(with_memory(told(ITEM))), "#memory"),
-    "memory_narrow_dark": View(lambda: render(with_memory(told(ITEM))), "#memory", width=390, scheme="dark"),
-    "copies": View(lambda: html("live/pageable_copy.busy"), "#copies"),
+    "ranks": View(lambda: html(LATE), "#ranks", act=open_it),
+    "collectives_dark": View(lambda: html(LATE), "#collectives", scheme="dark", act=open_it),
+    "memory": View(lambda: render(with_memory(told(ITEM))), "#memory", act=open_it),
+    "memory_narrow_dark": View(
+        lambda: render(with_memory(told(ITEM))), "#memory", width=390, scheme="dark", act=open_it
+    ),
+    "copies": View(lambda: html("live/pageable_copy.busy"), "#copies", act=open_it),
     "causes_narrow": View(lambda: html(COPY), "#causes", width=390),
 }
 
 
 def picture_of(page: Any, part: str) -> Any:
+    page.evaluate("() => document.querySelector('nav').style.setProperty('position', 'static')")  # else above tall parts
     taken = Image.open(io.BytesIO(page.locator(part).screenshot())).convert("RGB")
     return taken.resize((taken.width * 2 // 3, taken.height * 2 // 3), Image.Resampling.BOX)
 

@@ -15,6 +15,7 @@ import pytest
 from keepbusy.explain import explain
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import Diagnosis, LoopDiagnosis
+from keepbusy.report import verdict
 from keepbusy.report.page import render, render_both
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import MemoryUse
@@ -54,13 +55,39 @@ def state(page: Any) -> dict[str, Any]:
 
 
 def drawing(page: Any, number: int = 0) -> Any:
-    return page.locator("#turn .view canvas").nth(number)
+    return page.locator("#timeline .view canvas").nth(number)
 
 
-def test_it_says_what_a_step_takes_and_what_to_do(item: Any) -> None:
-    assert "A step takes 18.0 ms. Of it the GPU computes for 12.1 ms (67%)" in item.locator("#headline").inner_text()
-    assert "read the value later at stallbench/cases/item_every_step.py:25" in item.locator("#plan").inner_text()
+def test_it_begins_with_the_verdict(item: Any) -> None:
+    assert item.locator("#headline").inner_text().split("\n\n") == [
+        "item_every_step.py · NVIDIA H200 · 5 iterations recorded",
+        "18.0 → 13.2 ms per iteration",
+        "read the value later at item_every_step.py:25",
+        "The GPU is busy 68% of an iteration. Python blocks on the GPU, which then idles.",
+    ]
     assert item.title() == "item_every_step.busy · keepbusy"
+
+
+@pytest.mark.parametrize("name", ["public/vae.stalled.busy", "fourth/rank0_saves.busy", "sixth/tar_shards.busy", COPY])
+def test_the_page_and_the_terminal_say_the_same(name: str, opened: Any) -> None:
+    """Also how many more places there are, and what all fixes save together."""
+    page, said = opened(html(name)), verdict.summary(told(name))
+    rows = page.locator("#plan .entry")
+    assert rows.count() == len(said.items) > 0
+    for number, item in enumerate(said.items):
+        text = rows.nth(number).inner_text()
+        assert [part for part in item if part not in text] == []
+    assert said.total in page.locator("#plan").inner_text()
+    terminal = verdict.render(told(name), width=200)
+    shown = page.locator("#headline").inner_text().split("\n\n")
+    assert shown[1].removesuffix(" per iteration").split(" every ")[0] in terminal
+    assert shown[3] in " ".join(terminal.split())
+
+
+def test_a_run_with_nothing_to_save_says_so_first(opened: Any) -> None:
+    page = opened(html(HEALTHY))
+    assert page.locator("h1").inner_text() == verdict.statement(told(HEALTHY))
+    assert page.locator("#plan").count() == page.locator("#causes").count() == 0
 
 
 def test_the_ledger_sums_to_the_step(item: Any) -> None:
@@ -80,11 +107,11 @@ def test_a_fix_that_is_switched_on_shows_the_step_that_was_predicted(item: Any) 
     assert not drawing(item, 1).is_visible()
 
 
-def test_a_gap_tells_its_line_and_what_ends_it(item: Any) -> None:
+def test_a_gap_has_its_line_and_what_ends_it(item: Any) -> None:
     drawing(item).focus()
     item.keyboard.press("n")
-    said = item.locator(".told .said").inner_text()
-    assert re.match(r"The GPU has nothing to do for [45]\.\d+ ms: host sync at .*item_every_step\.py:25", said)
+    said = item.locator(".selected .said").inner_text()
+    assert re.match(r"The GPU is idle for [45]\.\d+ ms: host sync at .*item_every_step\.py:25", said)
     assert "It ends when aten::to at stallbench/cases/item_every_step.py:18 launches" in said
     assert item.locator(".source li.chosen").get_attribute("data-line") == "25"
 
@@ -124,7 +151,7 @@ def test_a_search_counts_what_it_finds_and_goes_there(item: Any) -> None:
     names = np.array(["cudaStreamSynchronize" in name for name in turns.timeline.names])
     assert state(item)["found"] == names[turns.timeline.spans.name].sum()
     item.keyboard.press("Enter")
-    assert "Python stands here" in item.locator(".told .said").inner_text()
+    assert "Python waits here for" in item.locator(".selected .said").inner_text()
 
 
 def test_a_line_of_the_source_comes_into_view(item: Any) -> None:
@@ -133,7 +160,7 @@ def test_a_line_of_the_source_comes_into_view(item: Any) -> None:
 
 
 def test_what_was_recorded_is_shown_as_it_was(item: Any) -> None:
-    item.locator("#turn select").first.select_option("recorded")
+    item.locator("#timeline select").first.select_option("recorded")
     timeline = told(ITEM).turns.timeline
     assert item.evaluate("() => Array.from(keepbusy.panel.state.scene.end)") == (
         (timeline.spans.end - timeline.spans.start[timeline.marks[0]]).tolist()
@@ -143,7 +170,10 @@ def test_what_was_recorded_is_shown_as_it_was(item: Any) -> None:
 def test_ranks_have_their_lanes_and_the_late_one_is_a_stripe(opened: Any) -> None:
     page = opened(html(LATE))
     assert page.evaluate("() => new Set(keepbusy.panel.state.scene.tracks.map(track => track.rank)).size") == 4
-    assert page.locator("#ranks").inner_text().count("arrives") >= 1
+    assert "the latest arrives" in page.locator("#ranks").inner_text()
+    page.locator("#ranks summary").click()
+    page.locator("#collectives summary").click()
+    assert page.locator("#ranks").inner_text().count("Rank 1 arrives") >= 1
     waiting = page.locator("#collectives tbody tr").first.inner_text().split("\t")
     assert waiting[2:6] == ["5 times", "118 MB", "639 µs", "22.5 ms"]
 
@@ -154,7 +184,7 @@ def test_pointing_at_a_lane_a_colour_or_a_word_says_what_it_is(item: Any) -> Non
     tracks = item.evaluate("() => keepbusy.panel.state.scene.tracks.map(track => [track.label, track.y, track.height])")
     for label, y, height in tracks:
         canvas.hover(position={"x": 30, "y": y + height / 2})
-        assert re.match(rf"{label}: [A-Z].*\.$", bubble.inner_text()), label
+        assert re.match(rf"{re.escape(label)}: [A-Z].*\.$", bubble.inner_text()), label
     canvas.focus()
     item.keyboard.press("n")
     gap, y, height = item.evaluate(
@@ -162,11 +192,11 @@ def test_pointing_at_a_lane_a_colour_or_a_word_says_what_it_is(item: Any) -> Non
         return [above.x((track.parts.start[part] + track.parts.end[part]) / 2), track.y, track.height]; }"""
     )
     canvas.hover(position={"x": gap, "y": y + height / 2})
-    assert "Python waits for the GPU, and then the GPU waits for Python." in bubble.inner_text()
-    item.locator("#turn .legend li", has_text="launch").first.hover()
-    assert bubble.inner_text() == "The call on the host that hands the device its next command."
-    item.locator("#turn .term", has_text="gap").hover()
-    assert bubble.inner_text() == "A device lane with nothing to do."
+    assert "Python blocks on the GPU, which then idles." in bubble.inner_text()
+    item.locator("#timeline .legend li", has_text="launch").first.hover()
+    assert bubble.inner_text() == "The call that hands the GPU its next kernel or copy."
+    item.locator("#timeline .term", has_text="gap").hover()
+    assert bubble.inner_text() == "A time in which the GPU is idle."
 
 
 def test_a_copy_is_held_against_what_the_link_carries(opened: Any) -> None:
@@ -178,9 +208,11 @@ def test_a_copy_is_held_against_what_the_link_carries(opened: Any) -> None:
 
 
 def test_copies_are_told_with_their_bandwidth(opened: Any) -> None:
-    row = opened(html(COPY)).locator("#copies tbody tr").first.inner_text()
+    page = opened(html(COPY))
+    page.locator("#copies summary").click()
+    row = page.locator("#copies tbody tr").first.inner_text()
     assert "host to device · pinned" in row
-    assert "copy in line" in row
+    assert "copy not overlapped" in row
 
 
 def with_memory(said: Diagnosis) -> Diagnosis:
@@ -197,10 +229,11 @@ def with_memory(said: Diagnosis) -> Diagnosis:
 
 def test_memory_is_told_over_time_and_by_the_line_that_holds_the_peak(opened: Any) -> None:
     page = opened(render(with_memory(told(ITEM))))
+    page.locator("#memory summary").click()
     assert "At most 3 GB allocated of 4 GB reserved" in page.locator("#memory").inner_text()
     first = page.locator("#memory .holders tr").first.inner_text()
     assert re.match(r"stallbench/\S+:\d+\s+2 GB\s+67%", first)
-    assert "by no line that is known\t1 GB" in page.locator("#memory .holders tr").last.inner_text()
+    assert "by an unknown line\t1 GB" in page.locator("#memory .holders tr").last.inner_text()
     canvas = page.locator("#memory canvas")
     canvas.hover(position={"x": 3, "y": 20})
     assert "3 GB allocated of 4 GB reserved" in canvas.get_attribute("data-says")
@@ -232,7 +265,7 @@ def test_nothing_is_wider_than_the_screen(opened: Any, width: int) -> None:
 def test_a_diagnosis_without_turns_is_a_page_as_well(opened: Any) -> None:
     page = opened(render(explain(load(TRUTH / COPY)), "copy_in_line"))
     assert page.locator("#ledger .bar").count() == 1
-    assert page.locator("#turn").count() == 0
+    assert page.locator("#timeline").count() == 0
 
 
 HOSTILE = (
@@ -311,32 +344,27 @@ KINDS = {
 }
 
 
-def test_the_first_screen_of_a_whole_run_says_what_to_do_first(opened: Any) -> None:
-    page = opened(render(with_a_tree(told(ITEM))))
-    page.get_by_role("button", name="read the value later at stallbench/cases/item_every_step.py:25").click()
-    assert "What to do first: read the value later" in page.locator("#headline").inner_text()
-    page.wait_for_function("() => document.getElementById('plan').getBoundingClientRect().top < innerHeight / 2")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_page_of_each_kind_of_run_opens(kind: str, opened: Any) -> None:
     said = KINDS[kind]()
     page = opened(render(said))
-    assert f"{said.plain_step / 1e6:.3g}" in page.locator("#headline").inner_text()
-    assert page.locator("#turn").count() == (0 if said.turns is None else 1)
+    assert verdict.statement(said) in page.locator("#headline").inner_text()
+    assert f"{said.plain_step / 1e6:.3g}" in page.locator("#ledger").inner_text()
+    assert page.locator("#timeline").count() == (0 if said.turns is None else 1)
     if said.turns is not None:
         page.evaluate("() => keepbusy.panel.viewport.all()")
         drawing(page).focus()
         page.keyboard.press("n")
-        assert "The GPU" in page.locator(".told .said").inner_text()
+        assert "The GPU" in page.locator(".selected .said").inner_text()
 
 
 def test_the_tree_leads_to_the_line_and_another_loop_to_its_turns(opened: Any) -> None:
     page = opened(render(with_a_tree(told(ITEM))))
+    page.locator("#run .flame .box").first.wait_for()
     assert page.locator("#run .flame .box").count() == 5
     shares = page.locator("#run .at-work > span").evaluate_all("all => all.map(one => one.style.left)")
     assert shares == [f"{25 * number}%" for number in range(4)]
-    assert "The run took 10.00 s" in page.locator("h1").inner_text()
+    assert page.locator("#run .flame .box").first.inner_text() == "the run\n10.00 s"
     page.get_by_role("button", name="train.py:20").last.click()
     page.wait_for_selector("#copies")
     assert "copy_in_line" in page.locator("#causes").inner_text()
@@ -346,10 +374,12 @@ def test_the_hosts_lead_and_the_stalls_stand_over_the_run(item: Any) -> None:
     """23 plain steps of 30; steps 10 to 14 were recorded."""
     assert item.locator("#run .lead-strip > span").count() == 23
     lead = told(ITEM).plain_runs[0].course.lead[12] / 1e6
-    assert f"host is {lead:.1f} ms ahead" in item.locator("#run .lead-strip > span").nth(12).get_attribute("data-says")
+    assert f"Python is {lead:.1f} ms ahead" in item.locator("#run .lead-strip > span").nth(12).get_attribute(
+        "data-says"
+    )
     assert item.locator("#run .step-strip > .stalled").count() == 1
     item.get_by_role("button", name="Steps 10 to 14 were recorded").click()
-    item.wait_for_function("() => document.getElementById('turn').getBoundingClientRect().top < 100")
+    item.wait_for_function("() => document.getElementById('timeline').getBoundingClientRect().top < 100")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(chromium: Any, tmp_path: Path) -> None:
@@ -360,9 +390,9 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(chromium: Any, tmp_path
         page.goto(path.as_uri())
         frame = page.frame_locator("iframe")
         frame.locator("#ledger .bar").wait_for()
-        frame.locator("#turn .view canvas").first.wait_for()
+        frame.locator("#timeline .view canvas").first.wait_for()
         assert page.evaluate("() => window.hacked") is None
-        assert "copy in line" in frame.locator("#ledger").inner_text()
+        assert "copy not overlapped" in frame.locator("#ledger").inner_text()
     finally:
         page.close()
 
@@ -370,40 +400,40 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(chromium: Any, tmp_path
 def test_a_wait_that_is_known_by_its_function_alone_says_so(opened: Any) -> None:
     page = opened(render(explain(read([TRACE]), plain_step=31_336_000, turns=True)))
     assert page.locator(".source .wait-time.vague").count() >= 1
-    assert "this recording does not know which of its lines" in page.locator(".source").inner_text()
+    assert "the recording does not know the line" in page.locator(".source").inner_text()
 
 
-TURNS_STAND_AT = """() => [keepbusy.panel.above, keepbusy.panel.below, keepbusy.panel.beside].map(drawing => {
-  const seen = drawing.scene.turns.map(turn => drawing.x(turn.start)).filter(x => x > drawing.gutter);
+ITERATIONS_STAND_AT = """() => [keepbusy.panel.above, keepbusy.panel.below, keepbusy.panel.beside].map(drawing => {
+  const seen = drawing.scene.iterations.map(iteration => drawing.x(iteration.start)).filter(x => x > drawing.gutter);
   return Math.round(seen[0]);
 })"""
 
 
-def test_two_runs_stand_beneath_each_other_turn_by_turn(opened: Any) -> None:
+def test_two_runs_stand_beneath_each_other_iteration_by_iteration(opened: Any) -> None:
     done = compare(told(ITEM), told(HEALTHY))
     page = opened(render_both(done, "item.busy", "healthy.busy"))
     assert page.title() == "item.busy → healthy.busy · keepbusy"
-    assert "A turn took 18.0 ms and takes 37.5 ms: 2.1× as long." in page.locator("#changed").inner_text()
+    assert "18.0 → 37.5 ms per iteration: 2.1× as long." in page.locator("#changed").inner_text()
     assert (
-        "made read the value later at stallbench/cases/item_every_step.py:25" in page.locator("#changed").inner_text()
+        "fixed read the value later at stallbench/cases/item_every_step.py:25" in page.locator("#changed").inner_text()
     )
     widths = page.locator("#changed .bar").evaluate_all("bars => bars.map(bar => bar.getBoundingClientRect().width)")
     assert widths[0] / widths[1] == pytest.approx(done.step.before / done.step.after, rel=0.01)
     first_fix = page.locator("#plan .flip").first
     first_fix.click()
-    one, fixed, other = page.evaluate(TURNS_STAND_AT)
+    one, fixed, other = page.evaluate(ITERATIONS_STAND_AT)
     assert one == fixed == other
     drawing(page, 2).click(position={"x": 400, "y": 60})
     assert page.evaluate("() => keepbusy.panel.beside.marked.spot.track.kind") == "host"
-    assert "healthy.busy: 37.5 ms a turn" in page.locator("#turn").inner_text()
+    assert "healthy.busy: 37.5 ms per iteration" in page.locator("#timeline").inner_text()
 
 
 def test_the_run_after_can_be_looked_at_as_well(opened: Any) -> None:
     page = opened(render_both(compare(told(ITEM), told(HEALTHY)), "item.busy", "healthy.busy"))
     page.get_by_role("button", name="after, healthy.busy").click()
-    page.wait_for_function("() => keepbusy.choice && keepbusy.choice.moment.told.step > 30e6")
-    assert "A step takes 37.5 ms" in page.locator("#headline").inner_text()
-    assert "before, item.busy: 18.0 ms a turn" in page.locator("#turn").inner_text()
+    page.wait_for_function("() => keepbusy.choice && keepbusy.choice.moment.analysis.step > 30e6")
+    assert verdict.statement(told(HEALTHY)) in page.locator("#headline").inner_text()
+    assert "before, item.busy: 18.0 ms per iteration" in page.locator("#timeline").inner_text()
     assert page.locator("#changed").count() == 1
 
 
@@ -415,7 +445,7 @@ def test_a_finger_selects_and_two_fingers_zoom(opened: Any) -> None:
     track = page.evaluate("() => keepbusy.panel.state.scene.tracks.find(track => track.kind === 'gpu').y")
     page.touchscreen.tap(box["x"] + 200, box["y"] + track + 8)
     assert state(page)["kind"] == "gpu"
-    assert page.locator(".told .said").inner_text().startswith("The GPU ")
+    assert page.locator(".selected .said").inner_text().startswith("The GPU ")
     before = state(page)
     fingers = page.context.new_cdp_session(page)
     for kind, apart in (("touchStart", 20), ("touchMove", 40), ("touchMove", 60), ("touchEnd", None)):
@@ -443,3 +473,68 @@ def test_who_hears_the_page_hears_what_each_thing_is(item: Any) -> None:
     levels = item.evaluate("() => [...document.querySelectorAll('h1, h2, h3')].map(one => Number(one.tagName[1]))")
     assert levels[0] == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
+
+
+LINES_OF_THE_HEADLINE = """() => {
+  const range = document.createRange();
+  range.selectNodeContents(document.querySelector("h1"));
+  return range.getClientRects().length;
+}"""
+
+
+@pytest.mark.parametrize("name", [ITEM, "fourth/rank0_saves.busy"])
+def test_a_headline_fits_a_phone_on_one_line(name: str, opened: Any) -> None:
+    assert opened(html(name), width=390, height=844).evaluate(LINES_OF_THE_HEADLINE) == 1
+
+
+def test_each_colour_stands_once_in_the_legend(opened: Any) -> None:
+    for name in (ITEM, LATE):
+        page = opened(html(name))
+        names = page.locator("#timeline .legend li:not(.legend-name)").all_inner_texts()
+        assert sorted(set(names)) == sorted(names) != []
+
+
+def test_details_are_closed_until_somebody_asks(opened: Any) -> None:
+    page = opened(html(LATE))
+    for part, inside in (("ranks", "canvas"), ("collectives", "table"), ("copies", "table")):
+        assert page.locator(f"#{part} {inside}").is_hidden()
+        page.locator(f"#{part} summary").click()
+        assert page.locator(f"#{part} {inside}").is_visible()
+    wide = page.wait_for_function("() => document.querySelector('#ranks canvas').width > 600")
+    assert wide.json_value() is True
+
+
+STREAMS = TRUTH.parents[1] / "snapshots" / "streams"
+BOXES = """() => {
+  const { places } = keepbusy.choice.moment;
+  const streams = keepbusy.panel.state.scene.tracks.filter(track => track.boxes);
+  return streams.map(({ label, boxes }) => [label, [...new Set(boxes.parts.what)].map(place => places[place].source)]);
+}"""
+
+
+def test_two_streams_are_two_rows_with_boxes_named_by_the_users_lines(opened: Any, monkeypatch: Any) -> None:
+    """The host runs ahead and its iterations are short: those of the GPU are shown."""
+    monkeypatch.chdir(STREAMS)  # where the program is
+    said = explain(load(STREAMS / "two_streams.busy"), turns=True)
+    page = opened(render(said))
+    shown = state(page)
+    assert shown["to"] - shown["from"] >= 2 * said.plain_step
+    assert page.evaluate(BOXES) == [
+        ["stream 7 (compute)", ["result = batch @ weights"]],
+        ["stream 8 (copies)", ['on_gpu = batch.to("cuda", non_blocking=True)']],
+    ]
+
+
+RECTANGLES = """() => [".source", ".drawings", ".source ol", ".source li.chosen"].map(one => {
+  const { top, bottom } = document.querySelector(one).getBoundingClientRect();
+  return [top, bottom];
+})"""
+
+
+def test_the_source_is_as_high_as_the_drawing_and_shows_where_the_gpu_idles(opened: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(TRUTH.parents[2])
+    page = opened(html("prefetched.busy"))  # whose program is in the repository
+    source, drawings, lines, worst = page.evaluate(RECTANGLES)
+    assert source == pytest.approx(drawings, abs=1)
+    assert lines[0] <= worst[0] < worst[1] <= lines[1]
+    assert page.locator(".source li.chosen .wait-time").count() == 1

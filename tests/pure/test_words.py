@@ -104,3 +104,58 @@ def test_a_sentence_of_26_words_and_an_old_word_are_found() -> None:
     assert too_long("word " * 26) and not too_long("word " * 25)
     assert avoided_in("A turn gains 3 ms.") == ["'iteration' for 'A turn'", "'saves, faster' for 'gains'"]
     assert avoided_in("`gains` is code. In turn, it returns.") == []
+
+
+PAGE = sorted((ROOT / "page" / "src").rglob("*.ts"))
+AVOIDED_ON_THE_PAGE = re.compile(r"\b(?:turns?|rounds?|lanes?|foretold|told|came|gains?|stands? idle|nothing to do)\b")
+
+
+def texts_of_typescript(code: str) -> list[str]:
+    """Strings and templates, also those within others. A value that is filled in counts as a word."""
+    found, at = list[str](), 0
+    while at < len(code):
+        if code.startswith("//", at) and code[at - 1 : at] != "\\":
+            at = code.find("\n", at)
+            if at < 0:
+                break
+        elif code.startswith("/*", at):
+            at = code.index("*/", at) + 2
+        elif code[at] in "\"'`":
+            text, at = _text_from(code, at, found)
+            found.append(text)
+        else:
+            at += 1
+    return found
+
+
+def _text_from(code: str, at: int, found: list[str]) -> tuple[str, int]:
+    """The text that begins here, and where it ends."""
+    quote, text, at = code[at], "", at + 1
+    while code[at] != quote:
+        if quote == "`" and code.startswith("${", at):
+            end, depth = at + 2, 1
+            while depth:
+                if code[end] in "\"'`":
+                    inner, end = _text_from(code, end, found)
+                    found.append(inner)
+                    continue
+                depth += {"{": 1, "}": -1}.get(code[end], 0)
+                end += 1
+            text, at = text + WORD, end
+        else:
+            step = 2 if code[at] == "\\" else 1
+            text, at = text + code[at : at + step], at + step
+    return text, at + 1
+
+
+@pytest.mark.parametrize("path", PAGE, ids=lambda path: path.name)
+def test_the_page_is_in_short_and_plain_words(path: Path) -> None:
+    texts = [text for text in texts_of_typescript(path.read_text(encoding="utf-8")) if len(text.split()) >= 3]
+    assert [said for text in texts for said in too_long(text)] == []
+    assert [(text, said) for text in texts for said in avoided_in(text)] == []
+    assert [text for text in texts if AVOIDED_ON_THE_PAGE.search(text)] == []
+
+
+def test_texts_of_the_page_are_found_also_within_others() -> None:
+    code = """const says = `one turn ${many ? `of ${count} turns` : "alone"} more`; // "no text"\n f('a b')"""
+    assert texts_of_typescript(code) == ["of word turns", "alone", "one turn word more", "a b"]

@@ -11,7 +11,7 @@ const FETCH = 1;
 const WORKERS = 4;
 const SIDE_LANES = ["", "fetch", "return", "wire", "workers"];
 
-/** Bits and side lane of each row, the most work it keeps (-1: all), and the few rows that take another share of it. */
+/** Bits and side stream of each row, the most work it keeps (-1: all), and the few rows that take another share of it. */
 export interface Edit {
   flags: Numbers;
   limit: Numbers;
@@ -91,7 +91,7 @@ function onSideLanes(timeline: Timeline, side: Int8Array): Timeline {
       if (!rows.length) continue;
       for (const row of rows) lane[row] = lanes.length;
       const device = one === WORKERS ? null : 0;
-      lanes.push({ rank: ofRank, device, number: -one, name: `side lane: ${SIDE_LANES[one]}` });
+      lanes.push({ rank: ofRank, device, number: -one, name: `side stream: ${SIDE_LANES[one]}` });
     }
   }
   for (let row = 0; row < timeline.rows; row++) if (side[row]) lag[row] = 0;

@@ -31,9 +31,9 @@ export class SourcePanel {
     else this.element.append(element("p", { class: "faint", text: "This recording has no stacks, so no lines are known." }));
   }
 
-  /** Whether there is more to show than the lines that the recording names. */
-  get hasFiles(): boolean {
-    return this.files.some((file) => this.header.sources[file]);
+  /** Whether there is more to show than the few lines that the recording names. */
+  get hasText(): boolean {
+    return this.files.length > 0 && this.header.sources[this.files[0]] !== undefined;
   }
 
   /** Once it is on the page: the line for which the GPU is idle longest. */

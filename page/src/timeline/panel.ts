@@ -31,7 +31,7 @@ export class TimelinePanel {
   private asRecorded = false;
   private pointers = new Map<number, { x: number; y: number }>();
 
-  constructor(private readonly header: Header, readonly choice: Choice, source: HTMLElement, hasFiles: boolean, other: { name: string; scene: Scene } | null) {
+  constructor(private readonly header: Header, readonly choice: Choice, source: HTMLElement, hasSource: boolean, other: { name: string; scene: Scene } | null) {
     const now = choice.now;
     this.viewport = new Viewport(now.length);
     this.above = new Drawing(now, this.viewport, "The timeline: threads above, the GPU below. The text under it describes the selection.");
@@ -45,7 +45,7 @@ export class TimelinePanel {
     this.belowBox = element("div", { class: "view", hidden: true }, this.belowName, this.below.canvas);
     const besideBox = this.beside && element("div", { class: "view" }, element("p", { class: "view-name", text: `${other!.name}: ${duration(other!.scene.step)} per iteration` }), this.beside.canvas);
     const drawings = element("div", { class: "drawings" }, this.overview, aboveBox, this.belowBox, besideBox, this.selected, this.legend());
-    this.element = section("timeline", "Timeline", "", this.toolbar(), element("div", { class: hasFiles ? "split" : "split narrow-source" }, drawings, source));
+    this.element = section("timeline", "Timeline", "", this.toolbar(), element("div", { class: hasSource ? "split" : "split narrow-source" }, drawings, source));
     this.element.querySelector("header")!.append(
       element("p", { class: "lead" }, "Python launches, the GPU executes. Each ", term("gap"), " is hatched in the colour of its ", term("cause"), ". Click anything to see what it waited for."),
     );

@@ -81,7 +81,7 @@ function scene(
 /** What workers prepare runs ahead of everything in a replay, for nothing holds it up; it is drawn where it is used. */
 function bringSideLanesBack(timeline: Timeline, start: Float64Array, end: Float64Array): void {
   timeline.lanes.forEach((lane, index) => {
-    if (!lane.name.startsWith("side lane") || lane.device !== null) return;
+    if (!lane.name.startsWith("side stream") || lane.device !== null) return;
     let first = Infinity;
     for (let row = 0; row < timeline.rows; row++) if (timeline.lane[row] === index) first = Math.min(first, start[row]);
     for (let row = 0; row < timeline.rows; row++) {
@@ -127,7 +127,7 @@ function tracksOf(view: Scene): Track[] {
     for (const index of of(true)) {
       const lane = timeline.lanes[index];
       const main = rows[index].some((row) => marks.has(row));
-      if (!lane.name.startsWith("side lane") && lane.name !== "loader workers") {
+      if (!lane.name.startsWith("side stream") && lane.name !== "loader workers") {
         add("lines", main ? "your lines" : "called from", index, bands(view, rows[index], view.moment.place));
       }
       add("host", hostName(lane.name, main), index, spans(view, rows[index]));
@@ -143,10 +143,10 @@ function tracksOf(view: Scene): Track[] {
 }
 
 const SIDE: Record<string, string> = {
-  "side lane: fetch": "copied ahead",
-  "side lane: return": "copied back later",
-  "side lane: wire": "sent meanwhile",
-  "side lane: workers": "by workers",
+  "side stream: fetch": "copied ahead",
+  "side stream: return": "copied back later",
+  "side stream: wire": "sent meanwhile",
+  "side stream: workers": "by workers",
 };
 
 function hostName(name: string, main: boolean): string {
@@ -287,7 +287,7 @@ function deviceAsOne(view: Scene, lanes: number[]): Parts {
   const begin = view.start.slice();
   for (const row of rows) if (timeline.kind[row] === Kind.COLLECTIVE) begin[row] = Math.max(begin[row], view.end[row] - timeline.work[row] * moment.ratio);
   const ordered = occurrences(view, rows, begin);
-  const sideLane = timeline.lanes.map((lane) => lane.name.startsWith("side lane"));
+  const sideLane = timeline.lanes.map((lane) => lane.name.startsWith("side stream"));
   const toneOf = (row: number) => {
     const kind = timeline.kind[row];
     if (isComputing(kind)) return GPU.COMPUTING;
