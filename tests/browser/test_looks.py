@@ -83,7 +83,7 @@ VIEWS = {
 
 
 def picture_of(page: Any, part: str) -> Any:
-    page.evaluate("() => document.querySelector('nav').style.setProperty('position', 'static')")  # else above tall parts
+    page.evaluate("() => document.querySelector('nav').style.setProperty('position', 'static')")  # not on tall parts
     taken = Image.open(io.BytesIO(page.locator(part).screenshot())).convert("RGB")
     return taken.resize((taken.width * 2 // 3, taken.height * 2 // 3), Image.Resampling.BOX)
 

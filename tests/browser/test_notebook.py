@@ -37,7 +37,7 @@ def test_a_run_and_a_diagnosis_are_shown_as_the_page(cell: int, outputs: list[An
     try:
         page.set_content(f"<!DOCTYPE html><body>{shown}</body>")
         frame = page.frame_locator("iframe")
-        frame.locator("#turn .view canvas").first.wait_for()
+        frame.locator("#timeline .view canvas").first.wait_for()
         assert "A step takes 18.0 ms" in frame.locator("#headline").inner_text()
         frame.locator("#plan .flip").first.click()
         assert "takes 13.2 ms" in frame.locator("#plan .result").inner_text()

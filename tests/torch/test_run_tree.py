@@ -145,7 +145,7 @@ def test_a_training_run(warm_python: WarmPython, folder: Path) -> None:
     assert told(warm_python, folder, *command, "train.py")["run"] == run
     assert told(warm_python, folder, "explain", "train.busy", "--json")["run"] == run
     shown = words_of(explain(load(folder / "train.busy"), turns=True), "")["run"]
-    assert [(part["place"], part["turns"]) for part in shown["parts"][-1]["parts"]] == [("train.py:9", 60)]
+    assert [(part["place"], part["iterations"]) for part in shown["parts"][-1]["parts"]] == [("train.py:9", 60)]
 
 
 def test_where_ranks_differ(warm_python: WarmPython, folder: Path) -> None:

@@ -371,8 +371,8 @@ export class TimelinePanel {
       if (moment.aside[base] !== NONE) fact("could", `overlap with kernels: ${this.header.looks[moment.causes[moment.aside[base]]].name}`);
     }
     const links = [
-      ...released(scene, row).filter((one) => one.why !== "lane").slice(0, 3).map((one) => ["released by", one.row] as const),
-      ...(whole === null ? [] : releases(scene, row).slice(0, 3).map((one) => ["releases", one.row] as const)),
+      ...released(scene, row).filter((one) => one.why !== "lane").slice(0, 3).map((one) => ["waited for", one.row] as const),
+      ...(whole === null ? [] : releases(scene, row).slice(0, 3).map((one) => ["then", one.row] as const)),
     ];
     for (const [name, other] of links) {
       const { rank } = scene.timeline.lanes[scene.timeline.lane[other]];

@@ -20,7 +20,7 @@ from keepbusy.report.paper import FAINT, STRONG, laid_out, line, unbroken
 from keepbusy.report.source import source_of
 from keepbusy.report.words import look
 from keepbusy.timeline.figures import duration
-from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, LinkKind, Mask, Timeline
+from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, LinkKind, Mask
 from keepbusy.timeline.replay import at_work_from, run, steady
 
 MARGIN = 22
@@ -60,7 +60,7 @@ class RowTimes(NamedTuple):
     end: Ints
 
 
-class Window(NamedTuple):
+class DrawnTime(NamedTuple):
     """What is drawn: so many iterations, from `begin` on."""
 
     rows: RowTimes
@@ -84,7 +84,7 @@ def render(diagnosis: Diagnosis, width: int, colour: bool = False, unicode: bool
     return laid_out(parts, width, colour, unicode)
 
 
-def _window(turns: Turns, plain_step: int) -> Window:
+def _window(turns: Turns, plain_step: int) -> DrawnTime:
     """The iteration whose time is closest to the plain step; two if there are several streams, because a batch that
     is copied in one is used in the next. If the host runs ahead, its iterations are shorter than those of the GPU."""
     timeline, paced = turns.timeline, steady(turns.timeline)
@@ -93,22 +93,21 @@ def _window(turns: Turns, plain_step: int) -> Window:
     around = paced.pace * max(1, len(marks))
     if timeline.facts.one_turn:
         rows = RowTimes(np.arange(len(timeline)), done.start, done.end)
-        return Window(rows, float(done.start.min()), around, 1)
-    iterations = min(len(marks), 2 if _has_several_streams(timeline) else 1)
+        return DrawnTime(rows, float(done.start.min()), around, 1)
+    streams = set(timeline.spans.lane[timeline.on_device].tolist())
+    has_several_streams = len(streams) > len({timeline.lanes[stream].rank for stream in streams})
+    iterations = min(len(marks), 2 if has_several_streams else 1)
     starts = np.append(done.start[marks], done.start[marks[0]] + around).astype(np.float64)
     lengths, wanted = starts[iterations:] - starts[:-iterations], iterations * plain_step / turns.ratio
     best = int(np.abs(lengths - wanted).argmin())
     begin, length = float(starts[best]), max(float(lengths[best]), wanted)
-    return Window(_occurrences(done.start, done.end, around, begin, begin + length), begin, length, iterations)
-
-
-def _has_several_streams(timeline: Timeline) -> bool:
-    used = set(timeline.spans.lane[timeline.on_device].tolist())
-    return len(used) > len({timeline.lanes[lane].rank for lane in used})
+    # a gap at an end of the window lies between a row in it and one outside it
+    rows = _occurrences(done.start, done.end, around, begin - around, begin + length + around)
+    return DrawnTime(rows, begin, length, iterations)
 
 
 def _occurrences(start: Ints, end: Ints, around: float, begin: float, until: float) -> RowTimes:
-    """Rows in the window. All rows run again after `around`, and ran before: the GPU may be far behind the host."""
+    """Rows between these times. All rows run every `around`, so this holds however far the GPU is behind the host."""
     first = np.ceil((start - until) / around).astype(np.int64)
     last = np.floor((end - begin) / around).astype(np.int64)
     often = np.maximum(0, last - first + 1)
