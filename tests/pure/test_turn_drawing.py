@@ -55,7 +55,7 @@ def test_what_waits_for_a_late_rank_is_no_wire() -> None:
     first, late, *_ = [row[MARGIN:] for row in drawn.splitlines() if row.strip()[1:].startswith(": GPU")]
     assert first.count("1") >= late.count("1")
     assert "▒" not in first
-    assert re.search(r"^1  2\d\.\d ms  late peer at .*late_rank\.py:15$", drawn, re.MULTILINE)
+    assert re.search(r"^1  2\d\.\d ms per iteration  late peer at .*late_rank\.py:15$", drawn, re.MULTILINE)
 
 
 @pytest.mark.parametrize("width", [40, 80, 110])

@@ -80,7 +80,7 @@ def render(diagnosis: Diagnosis, width: int, colour: bool = False, unicode: bool
     what = "The script" if diagnosis.one_turn else "One iteration" if window.iterations == 1 else "Two iterations"
     parts = [line((what, STRONG), f", {duration(round(window.length * turns.ratio))}"), line("")]
     parts += [_ruler(cells, turns.ratio), *_lanes(turns, window.rows, cells, numbered, unicode), line("")]
-    parts += [*_meanings(diagnosis, turns, numbered, round(window.length)), _key()]
+    parts += [*_meanings(diagnosis, turns, numbered, window), _key()]
     return laid_out(parts, width, colour, unicode)
 
 
@@ -310,13 +310,13 @@ def _ruler(cells: Cells, ratio: float) -> Text:
 
 
 def _meanings(
-    diagnosis: Diagnosis, turns: Turns, numbered: dict[tuple[str, Where | None], int], length: int
+    diagnosis: Diagnosis, turns: Turns, numbered: dict[tuple[str, Where | None], int], window: DrawnTime
 ) -> Iterator[Text]:
-    ranks = len(turns.timeline.ranks)
+    ranks, per = len(turns.timeline.ranks), " per iteration" if window.iterations > 1 else ""
     for number, ((cause, where), lasts) in enumerate(numbered.items()):
-        if number < 9 and lasts / ranks >= WORTH_A_NUMBER * length:
+        if number < 9 and lasts / ranks >= WORTH_A_NUMBER * window.length:
             at = words.at(where, 60) if where else ""
-            took = duration(round(lasts * turns.ratio / ranks), diagnosis.plain_step)
+            took = duration(round(lasts * turns.ratio / ranks / window.iterations), diagnosis.plain_step) + per
             colour = f"bold {look(cause).colour}"
             yield Text.assemble((f"{_mark(number, cause)}  ", colour), f"{took}  {look(cause).name}{at}")
 
