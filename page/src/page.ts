@@ -85,9 +85,9 @@ async function show(shown: Shown, page: HTMLElement): Promise<void> {
   const drawn = run.drawn.includes(index);
   const put = (choice: Choice | null, timeline: HTMLElement): void => {
     const sections = [
+      runs[0].header.compared ? compareSection(runs.map((one) => one.header), runs[0].header.compared) : null,
       choices(shown, page),
       headline(analysis),
-      runs[0].header.compared ? compareSection(runs.map((one) => one.header), runs[0].header.compared) : null,
       planSection(analysis, choice),
       treeSection(header, choice, (other) => void show({ ...shown, index: other }, page)),
       timeline,

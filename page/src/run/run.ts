@@ -57,7 +57,6 @@ export interface Analysis {
   total: string;
   step: number;
   plain: boolean;
-  steps: number;
   noise: number;
   script: boolean;
   ledger: [place: string, time: number][];
@@ -128,8 +127,6 @@ interface Described {
 export interface Header {
   version: string;
   source: string;
-  device: string;
-  ranks: number[];
   looks: Record<string, { name: string; sentence: string }>;
   run: Part | null;
   /** Percent of each equal stretch of the run in which the GPU was busy. */

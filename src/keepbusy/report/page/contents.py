@@ -79,8 +79,6 @@ def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
     return {
         "version": __version__,
         "source": _text(source or words.files(diagnosis.sources)),
-        "device": _text(diagnosis.device),
-        "ranks": list(diagnosis.ranks),
         "looks": {one: {"name": look(one).name, "sentence": look(one).sentence} for one in PLACES},
         "run": None if run is None else _part(run),
         "shares": run.shares if run is not None else (),
@@ -112,7 +110,6 @@ def _analysis(diagnosis: Diagnosis) -> dict[str, Any]:
         "total": summary.total,
         "step": diagnosis.plain_step,
         "plain": diagnosis.plain_given,
-        "steps": diagnosis.steps,
         "noise": diagnosis.noise,
         "script": diagnosis.one_turn,
         "ledger": [[place, diagnosis.ledger[place]] for place in PLACES if diagnosis.ledger.get(place, 0) > 0],
