@@ -59,12 +59,10 @@ def drawing(page: Any, number: int = 0) -> Any:
 
 
 def test_it_begins_with_the_verdict(item: Any) -> None:
-    assert item.locator("#headline").inner_text().split("\n\n") == [
-        "item_every_step.py · NVIDIA H200 · 5 iterations recorded",
-        "18.0 → 13.2 ms per iteration",
-        "read the value later at item_every_step.py:25",
-        "The GPU is busy 68% of an iteration. Python blocks on the GPU, which then idles.",
-    ]
+    said = verdict.summary(told(ITEM))
+    [fix] = said.items
+    shown = item.locator("#headline").inner_text().split("\n\n")
+    assert shown == [said.header, "18.0 → 13.2 ms per iteration", f"{fix.fix} at {fix.place}", said.statement]
     assert item.title() == "item_every_step.busy · keepbusy"
 
 

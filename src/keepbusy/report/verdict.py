@@ -288,4 +288,5 @@ def summary(diagnosis: Diagnosis) -> Summary:
         often = every(row.fix.every, "iteration") if row.fix.every else "per iteration"
         headline = f"{transition(row.before, row.after)} {'for the script' if diagnosis.one_turn else often}"
     first = header(diagnosis, WITHOUT_END).plain.removeprefix("keepbusy · ")
-    return Summary(first, headline, largest, statement(diagnosis), items, _total(diagnosis, rows))
+    why = f"{run_report.cut_short(diagnosis)} {statement(diagnosis)}".strip()
+    return Summary(first, headline, largest, why, items, _total(diagnosis, rows))
