@@ -172,11 +172,23 @@ def print_parts(parts: Iterable[str]) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     try:
         for part in parts:
-            sys.stdout.write(part.encode(encoding, "replace").decode(encoding))
+            _write(part.encode(encoding, "replace"), encoding)
         sys.stdout.flush()
     except OSError:
         _close_nothing()
         raise
+
+
+def _write(text: bytes, encoding: str) -> None:
+    """All of it: where PYTHONUNBUFFERED is set, Python's own text layer drops what one write does not take."""
+    binary = getattr(sys.stdout, "buffer", None)
+    if binary is None:
+        sys.stdout.write(text.decode(encoding))
+        return
+    sys.stdout.flush()
+    rest = memoryview(text)
+    while rest:
+        rest = rest[binary.write(rest) :]
 
 
 def _close_nothing() -> None:
