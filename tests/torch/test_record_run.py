@@ -107,11 +107,11 @@ def test_the_report_names_exact_lines_and_says_what_was_recorded(record, tmp_pat
     lines = {("train.py", line) for line in (5, *range(10, 18))}
     assert places(said)
     assert places(said) <= lines
-    names = {name for name in load(tmp_path / "run.busy").names if name.startswith("train.py(")}
-    assert {"train.py(5): loss_of", "train.py(14): <module>", "train.py(17): <module>"} <= names
+    names = load(tmp_path / "run.busy").names
+    assert {"train.py(5): loss_of", "train.py(14): <module>", "train.py(17): <module>"} <= {*names}
+    assert any("torch/nn/utils/clip_grad.py" in name for name in names)
     assert any(note.startswith("Recorded were steps ") for note in said["notes"])
     assert done.stderr == ""
-    assert "torch/nn/utils/clip_grad.py" in done.stdout or "torch/optim/adam" in done.stdout
 
 
 def test_the_program_computes_what_it_computes_alone(record, tmp_path: Path, warm_python: WarmPython) -> None:
