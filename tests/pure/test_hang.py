@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepbusy import cli
+from keepbusy.hang import flight_recorder
 from keepbusy.hang.flight_recorder import is_dump, plain_value, read_dumps
 from keepbusy.hang.waiting_ranks import HangVerdict, as_json, explain_hang, told
+from keepbusy.timeline.files import BadInput
 
 # Dumps as NCCL's recorder writes them (tests/torch/test_flight_recorder.py makes real ones, of gloo)
 
@@ -266,14 +268,51 @@ def test_pickles_that_were_made_to_harm(data: bytes) -> None:
         plain_value(data)
 
 
-def test_a_list_whose_text_has_no_end_is_not_written_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["profiling_name", "process_group", "input_sizes", "input_dtypes", "frames", "timeout_ms"]
+)
+def test_a_list_whose_text_has_no_end_is_refused(tmp_path: Path, name: str) -> None:
     laughs: list[Any] = []
     for _ in range(60):
         laughs = [laughs, laughs]
-    strange = entry("all_reduce", 1, "started", profiling_name=laughs, process_group=(laughs, laughs))
-    strange |= {"input_sizes": laughs, "input_dtypes": laughs, "frames": laughs}
-    found = verdict(tmp_path, [strange])
-    assert len(text(found)) < 1_000
+    with pytest.raises(BadInput, match="it holds more than any job writes"):
+        verdict(tmp_path, [entry("all_reduce", 1, "started", **{name: laughs})])
+
+
+def in_itself() -> list[Any]:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("entries", "fault"),
+    [
+        ([entry("all_reduce", 1, input_sizes=[[4] * 15_000] * 15_000)], "it holds more than any job writes"),
+        ([entry("all_reduce", 1, "started")] * 1_000_000, "it holds more than any job writes"),
+        ([entry("x" * 1_000_000, 1)] * 1_000, "it holds more than any job writes"),
+        ([entry("all_reduce", 1, frames=[{**FRAMES[0], "filename": "x" * 1_000_000}] * 1_000)], "it holds more than"),
+        (in_itself(), "maximum recursion depth exceeded"),
+        (["x" * (25 << 20)], "has more than 20 MB, which no flight recorder writes"),
+    ],
+    ids=["sizes", "entries", "names", "files", "in itself", "bytes"],
+)
+def test_a_dump_that_would_take_minutes_or_gigabytes_is_refused(tmp_path: Path, entries: list[Any], fault: str) -> None:
+    with pytest.raises(BadInput, match=fault):
+        verdict(tmp_path, entries)
+
+
+def test_a_pickle_has_so_many_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "_MOST_INSTRUCTIONS", 2_000)
+    verdict(tmp_path, DONE)
+    with pytest.raises(BadInput, match="it has more than 2,000 instructions"):
+        verdict(tmp_path, [()] * 2_000)
+
+
+def test_what_is_read_may_be_long(tmp_path: Path) -> None:
+    """Twice as many calls as PyTorch keeps, with thirty frames each."""
+    calls = [entry("all_reduce", number, frames=FRAMES * 10, input_sizes=[[4] * 8] * 30) for number in range(4_000)]
+    assert text(verdict(tmp_path, calls)).count("Nothing hangs") == 1
 
 
 @given(st.data())

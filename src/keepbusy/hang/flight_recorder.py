@@ -74,8 +74,13 @@ class CollectiveLog:
 
 # How it is read
 
-_LARGEST = 512 << 20
+_LARGEST = 20 << 20
 """Bytes. Two thousand calls, as many as PyTorch keeps, with their frames are two megabytes."""
+_MOST_INSTRUCTIONS = 8 << 20
+"""Of a pickle. Two thousand calls take a million."""
+_LARGEST_DUMP, _DICT, _VALUE, _LETTERS = 64 << 20, 64, 16, 8
+"""What a dump may hold, in units of the time that it takes here: what a dict counts, another value, and letters for one
+unit. Two thousand calls with their frames are ten million."""
 _PICKLE = pickle.PROTO
 _JSON = re.compile(rb'\s*\{\s*"(comm_lib_version|entries|nccl_comm_state|nccl_version|pg_config|pg_status)"')
 _RANK = re.compile(r"(\d+)(\.\w+)*$")
@@ -116,9 +121,23 @@ def _read(path: Path, known: dict[Any, Any]) -> CollectiveLog:
         raise BadInput(f"{path} has more than {_LARGEST >> 20} MB, which no flight recorder writes.")
     try:
         dump = plain_value(data) if data.startswith(_PICKLE) else json.loads(data)
+        if _size(dump, {}) > _LARGEST_DUMP:
+            raise ValueError("it holds more than any job writes")
         return _log(int(found[1]), dump, known)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is no dump of PyTorch's flight recorder ({str(error)[:120]}).") from None
+
+
+def _size(value: Any, known: dict[int, int]) -> int:
+    """By the time that it takes to read. A pickle can hold one list a million times; or in itself, which recurs."""
+    if isinstance(value, str):
+        return _VALUE + len(value) // _LETTERS
+    if not isinstance(value, dict | list | tuple):
+        return _VALUE
+    if id(value) not in known:
+        own, held = (_DICT, value.values()) if isinstance(value, dict) else (_VALUE, value)
+        known[id(value)] = own + sum(_size(one, known) for one in held)
+    return known[id(value)]
 
 
 def _log(rank: int, dump: Any, known: dict[Any, Any]) -> CollectiveLog:
@@ -228,8 +247,24 @@ _BUILDS_PLAIN_VALUES = b"".join(
 )
 
 
+class _Instructions(dict[int, Any]):
+    """Those that are needed, until there have been too many."""
+
+    def __init__(self) -> None:
+        super().__init__((one, pickle._Unpickler.dispatch[one]) for one in _BUILDS_PLAIN_VALUES)
+        self._left = _MOST_INSTRUCTIONS
+
+    def __getitem__(self, one: int) -> Any:
+        self._left -= 1
+        if not self._left:
+            raise ValueError(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
+        return super().__getitem__(one)
+
+
 class _PlainUnpickler(pickle._Unpickler):  # the one in Python: that in C can be given no other instructions
-    dispatch = {one: pickle._Unpickler.dispatch[one] for one in _BUILDS_PLAIN_VALUES}  # noqa: RUF012 -- as Python names it
+    @property
+    def dispatch(self) -> Mapping[int, Any]:  # type: ignore[override]  # Python asks for it once a pickle
+        return _Instructions()
 
 
 def plain_value(data: bytes) -> Any:

@@ -7,11 +7,12 @@ itself wait in a call of another group; the rank to look at is the one that wait
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from keepbusy.hang.flight_recorder import CallSite, CollectiveCall, CollectiveLog, Operand
 from keepbusy.report.words import tame
@@ -46,8 +47,7 @@ class StuckCall:
     @property
     def kind(self) -> str:
         """As most ranks call it."""
-        kinds = [call.kind for call in self.calls.values()]
-        return max(kinds, key=kinds.count)
+        return Counter(call.kind for call in self.calls.values()).most_common(1)[0][0]
 
     @property
     def reason(self) -> int:
@@ -97,16 +97,19 @@ class _Job:
 
     def __init__(self, logs: Sequence[CollectiveLog]) -> None:
         self.logs = {log.rank: log for log in logs}
+        self._known_messages: dict[tuple[int, str], _Messages] = {}
 
     @cached_property
     def groups(self) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]]:
         """Of each group its members' calls by number. Groups of other ranks may bear the same name."""
         found: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]] = {}
         for rank, log in self.logs.items():
+            of_rank: dict[str, dict[int, CollectiveCall]] = {}
             for call in log.calls:
                 if not call.is_message:
-                    of_group = found.setdefault((call.group, log.groups.get(call.group, ())), {})
-                    of_group.setdefault(rank, {})[call.number] = call
+                    of_rank.setdefault(call.group, {})[call.number] = call
+            for group, calls in of_rank.items():
+                found.setdefault((group, log.groups.get(group, ())), {})[rank] = calls
         return found
 
     @cached_property
@@ -125,23 +128,23 @@ class _Job:
 
     def collectives(self) -> Iterator[StuckCall]:
         for (group, members), calls in self.groups.items():
-            everyone = self._members(group, members)
+            everyone = dict.fromkeys(self._members(group, members))
             begin = max(min(numbers) for numbers in calls.values())  # before it some have forgotten theirs
             numbers = sorted({number for one in calls.values() for number in one if number >= begin})
             stuck = (self._stuck(group, number, everyone, calls) for number in numbers)
             yield from islice(filter(None, stuck), 1)
 
     def _stuck(
-        self, group: str, number: int, members: Sequence[int], calls: Mapping[int, Mapping[int, CollectiveCall]]
+        self, group: str, number: int, members: Mapping[int, None], calls: Mapping[int, Mapping[int, CollectiveCall]]
     ) -> StuckCall | None:
         """None where all is well: all came, all ended, or it ended for those who are there."""
-        came = {rank: calls[rank][number] for rank in members if number in calls.get(rank, {})}
+        came = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers and rank in members}
         pending = not all(call.ended for call in came.values())
         differ = _differ(list(came.values()), pending)
         if not pending and not differ:
             return None
-        known = set(self.logs).intersection(members)
-        absent = {rank: _last(calls.get(rank, {}), number) for rank in members if rank in known - set(came)}
+        known = self.logs
+        absent = {rank: _last(calls.get(rank, {}), number) for rank in members if rank in known and rank not in came}
         unknown = tuple(rank for rank in members if rank not in known)
         return StuckCall(group, self._title(group), number, came, absent, unknown, differ)
 
@@ -150,52 +153,69 @@ class _Job:
         for rank, log in self.logs.items():
             pending = next((call for call in log.calls if call.is_message and not call.ended), None)
             if pending is not None:
-                stuck = (self._message(rank, pending, part) for part in pending.operands if part.ends)
+                members = sorted(self._members(pending.group, log.groups.get(pending.group, ())))
+                parts = (part for part in pending.operands if part.ends)
+                stuck = (self._message(rank, pending, part, members) for part in parts)
                 yield from islice(filter(None, stuck), 1)
 
-    def _message(self, rank: int, call: CollectiveCall, part: Operand) -> StuckCall | None:
+    def _message(self, rank: int, call: CollectiveCall, part: Operand, members: Sequence[int]) -> StuckCall | None:
         """None where the other end is there and takes as much: then the network is at it, or another message."""
-        call = replace(call, operands=(part, *(one for one in call.operands if one is not part)))
-        stuck = partial(StuckCall, call.group, self._title(call.group), call.number)
-        peer = self._peer(rank, call.group, part)
-        if peer not in self.logs:
-            return stuck({rank: call}, {}, (peer,), False)
-        mine, its = (_messages(self.logs[one], call.group) for one in (rank, peer))
-        other = next((one for one in its if not one.ended and _other_end(one, part)), None)
-        if other is not None:
-            differ = part.kind == "send" and _size(part) != _size(_other_end(other, part) or part)
-            return stuck({rank: call, peer: other}, {}, (), True) if differ else None
-        if _has_arrived(part, mine, its):
-            return None  # what this call waits for is another part of it
-        return stuck({rank: call}, {peer: its[-1] if its else None}, (), False)
-
-    def _peer(self, rank: int, group: str, part: Operand) -> int:
-        """Ends are told as places among the group's members."""
         sender, receiver = part.ends or (0, 0)
         place = receiver if part.kind == "send" else sender
-        members = sorted(self._members(group, self.logs[rank].groups.get(group, ())))
-        return members[place] if place < len(members) else place
+        peer = members[place] if place < len(members) else place  # ends are told as places among the members
+        if peer not in self.logs:
+            return self._stuck_message({rank: call}, part, {}, (peer,))
+        mine, its = self._messages(rank, call.group), self._messages(peer, call.group)
+        other, end = its.pending.get(_other_end(part), (None, part))
+        if other is not None:
+            both = {rank: call, peer: other}
+            differ = part.kind == "send" and _size(part) != _size(end)
+            return self._stuck_message(both, part, {}, (), differ) if differ else None
+        begins_known = all(min((one.number for one in side.calls), default=2) <= 1 for side in (mine, its))
+        if begins_known and its.counts[_other_end(part)] >= mine.counts[part.ends, part.kind]:
+            return None  # it has arrived: what this call waits for is another part of it
+        return self._stuck_message({rank: call}, part, {peer: its.calls[-1] if its.calls else None})
+
+    def _stuck_message(
+        self,
+        calls: dict[int, CollectiveCall],
+        part: Operand,
+        absent: Mapping[int, CollectiveCall | None],
+        unknown: tuple[int, ...] = (),
+        differ: bool = False,
+    ) -> StuckCall:
+        """Of the first of these calls, in which this part is the one that waits."""
+        rank, call = next(iter(calls.items()))
+        calls[rank] = replace(call, operands=(part, *(one for one in call.operands if one is not part)))
+        return StuckCall(call.group, self._title(call.group), call.number, calls, absent, unknown, differ)
+
+    def _messages(self, rank: int, group: str) -> _Messages:
+        if (rank, group) not in self._known_messages:
+            self._known_messages[rank, group] = _Messages(self.logs[rank], group)
+        return self._known_messages[rank, group]
 
 
-def _messages(log: CollectiveLog, group: str) -> list[CollectiveCall]:
-    return [call for call in log.calls if call.is_message and call.group == group]
+_MessageEnd: TypeAlias = tuple[tuple[int, int] | None, str]
+"""From and to, and which of them it is: `send` or `recv`."""
 
 
-def _has_arrived(part: Operand, mine: Sequence[CollectiveCall], its: Sequence[CollectiveCall]) -> bool:
-    """Whether the other rank has had as many of these messages, as far as both rings still hold their first one."""
-    if any(min((one.number for one in calls), default=2) > 1 for calls in (mine, its)):
-        return False
-    return _count(its, part, True) >= _count(mine, part)
+class _Messages:
+    """Those of one rank in one group."""
+
+    def __init__(self, log: CollectiveLog, group: str) -> None:
+        self.calls = [call for call in log.calls if call.is_message and call.group == group]
+        self.counts: Counter[_MessageEnd] = Counter(
+            (one.ends, one.kind) for call in self.calls for one in call.operands
+        )
+        self.pending: dict[_MessageEnd, tuple[CollectiveCall, Operand]] = {}
+        """Of each end the first that has not ended."""
+        for call in self.calls:
+            for one in call.operands if not call.ended else ():
+                self.pending.setdefault((one.ends, one.kind), (call, one))
 
 
-def _count(calls: Sequence[CollectiveCall], part: Operand, opposite: bool = False) -> int:
-    """How many messages of these ends there are, or on the other rank how many of their other ends."""
-    parts = [one for call in calls for one in call.operands if one.ends == part.ends]
-    return sum((one.kind != part.kind) == opposite for one in parts)
-
-
-def _other_end(call: CollectiveCall, part: Operand) -> Operand | None:
-    return next((one for one in call.operands if one.ends == part.ends and one.kind != part.kind), None)
+def _other_end(part: Operand) -> _MessageEnd:
+    return part.ends, "recv" if part.kind == "send" else "send"
 
 
 def _size(message: Operand) -> tuple[tuple[int, ...], ...]:
