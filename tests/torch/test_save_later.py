@@ -270,3 +270,28 @@ def test_sharded_models_are_written_by_all_ranks_into_a_folder(run, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [".metadata __0_0.distcp __1_0.distcp"] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sharded", "train.py"]
+
+
+REFUSED = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import keepbusy
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+model = nn.Linear(8, 4).cuda()
+fully_shard(model)
+try:
+    keepbusy.save_later(model.state_dict(), "/proc/sharded").wait()
+except RuntimeError as error:
+    print(str(error).partition(" (")[0], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_where_no_folder_can_be_made_all_ranks_hear_of_it(run) -> None:
+    done = run(REFUSED, before=("--ranks", "2", "--quiet"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["the checkpoint /proc/sharded was not written"] * 2
