@@ -309,6 +309,14 @@ coming = dist.irecv(there, 1 - rank)  # asked for before it is sent, as gloo let
 dist.isend(mine.cpu(), 1 - rank).wait()
 coming.wait()
 assert there.tolist() == [2.0 - rank] * 4
+late, others = torch.ones(1), dist.new_group(backend="gloo")
+if rank == 0:  # who asks for a sum of the host goes on until it waits
+    asked = dist.all_reduce(late, async_op=True)
+dist.barrier(others)
+if rank == 1:
+    asked = dist.all_reduce(late, async_op=True)
+asked.wait()
+assert late.item() == 2.0
 dist.monitored_barrier()
 dist.barrier()
 assert dist.get_backend() == "gloo"

@@ -16,11 +16,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from types import CodeType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import holds_loop
+from keepbusy.instrument.lines import USER, holds_loop, kind_of
 from keepbusy.instrument.loop_tree import (
     RECORDED_AT_MOST,
     BusyLoop,
@@ -36,7 +37,7 @@ from keepbusy.instrument.loop_tree import (
     turns_of_loops,
     worth_a_look,
 )
-from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, TurnCounters
+from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, Monitor, TurnCounters
 from keepbusy.instrument.source_loops import SourceLoops
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline
@@ -68,16 +69,20 @@ class RunLoops:
         self._numbers: dict[int, int] = {}  # of codes, by identity: `codes` keeps them alive
         counts = sys.version_info >= (3, 12)
         self._counters = TurnCounters(self._looks, moment, TURNS_A_SECOND, TURNS_IN_A_ROW) if counts else None
+        self._early = _EarlyTurns() if counts else None
+        self._begun_uncounted: set[tuple[int, int]] = set()  # loops, by code and the instruction that turns begin at
 
     def meet(self, code: CodeType) -> None:
-        """From here the program calls for the first time: if there is a loop in it, it may turn from now on."""
+        """From here the program calls for the first time: if there is a loop in it, its turns count from now on."""
         number = self._number_of(code)
-        if self._counters is not None and holds_loop(code):
+        if self._counters is not None and self._early is not None and holds_loop(code):
             self._counters.count(number, code)
+            self._begun_uncounted |= {(number, target) for target in self._early.of(code)}
 
     def end(self) -> None:
-        if self._counters is not None:
-            self._counters.end()
+        for one in (self._counters, self._early):
+            if one is not None:
+                one.end()
 
     def told(
         self,
@@ -124,14 +129,19 @@ class RunLoops:
             stay=min(STAY, round(STAY_SHARE * ended)),
             ended=ended,
         )
-        passes, entries, unsure = _read_off(visits, looks, sources)
+        passes, entries, sure = _read_off(visits, looks, sources)
         # as where entries are counted, the one at which a code was met first is none of them
         entries = {code: times[1:] for code, times in entries.items()} | looks.entries
-        return replace(looks, passes=passes, entries=entries, unsure=unsure - self._counted(sources))
+        looks = replace(looks, passes=passes, entries=entries)
+        known = {Line(*loop) for loop in turns_of_loops(looks, sources)}
+        sure = self._counted(sources) if self._counters is not None else sure
+        return replace(looks, unsure=frozenset(known - sure))
 
     def _counted(self, sources: SourceLoops) -> set[Line]:
-        """Loops whose turns Python has counted."""
-        return {Line(*loop) for loop in turns_of_loops(self._looks, sources)}
+        """Loops whose turns Python has counted, from the first one on."""
+        loops = ((one, sources.of_jump(self._looks.codes[one[0]], one[1])) for one in self._begun_uncounted)
+        begun = {(code, loop.first) for (code, _), loop in loops if loop is not None}
+        return {Line(*loop) for loop in turns_of_loops(self._looks, sources) if loop not in begun}
 
     def _line(self, lines: Mapping[str, tuple[CodeType, int]], name: str) -> Line:
         code, line = lines[name]
@@ -142,6 +152,32 @@ class RunLoops:
         if number is None:
             number = self._numbers[id(code)] = self._looks.meet(code)
         return number
+
+
+class _EarlyTurns:
+    """Loops of the user's code that turned before a call of the device came from there. Each is told once."""
+
+    def __init__(self) -> None:
+        self._turned = defaultdict[int, set[int]](set)  # of each code, by identity, where turns begin
+        self._monitor = Monitor(JUMP=self._jumped, PY_START=self._entered)
+        if self._monitor.begin():
+            self._monitor.watch_all(self._monitor.events.PY_START)
+
+    def of(self, code: CodeType) -> set[int]:
+        return self._turned[id(code)]
+
+    def _entered(self, code: CodeType, _: int) -> Any:
+        if kind_of(code.co_filename) == USER and holds_loop(code):
+            self._monitor.watch(code, self._monitor.events.JUMP)
+        return self._monitor.disabled
+
+    def _jumped(self, code: CodeType, source: int, target: int) -> Any:
+        if target < source:
+            self._turned[id(code)].add(target)
+        return self._monitor.disabled
+
+    def end(self) -> None:
+        self._monitor.end()
 
 
 @dataclass(frozen=True)
@@ -297,8 +333,8 @@ def _window(timeline: Timeline, lane: int, loop: BusyLoop) -> Timeline | None:
 
 def _read_off(
     visits: _Visits, looks: Looks, sources: SourceLoops
-) -> tuple[dict[Line, array[int]], dict[int, array[int]], frozenset[Line]]:
-    """When loops turned, each by its first line, when functions were entered, and of which loops turns may be missing.
+) -> tuple[dict[Line, array[int]], dict[int, array[int]], set[Line]]:
+    """When loops turned, each by its first line, when functions were entered, and of which loops no turn is missing.
 
     Each way from one line to the next tells which loops turn on it and which functions begin, and there are few ways.
     """
@@ -316,11 +352,10 @@ def _read_off(
         for code in _entered(first, second):
             entered[code].append(came)
     ends = {loop: np.sort(np.concatenate(found)) for loop, found in turned.items() if loop in repeated}
-    sure = _seen_in_each_turn(chain, ends, visits.known, looks, sources)
     return (
         {loop: array("q", times[found].tolist()) for loop, found in ends.items()},
         {code: array("q", times[np.sort(np.concatenate(found))].tolist()) for code, found in entered.items()},
-        frozenset(ends.keys() - sure),
+        _seen_in_each_turn(chain, ends, visits.known, looks, sources),
     )
 
 

@@ -164,6 +164,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             self._streams[device, peer] = MACHINE.clock.new_stream(device)
         return self._streams[device, peer]
 
+    def _stays_on_host(self, tensors: list[Tensor]) -> bool:
+        return self._by_host and not any(one.is_cuda for one in tensors)
+
     # what every collective does
 
     def _run(
@@ -182,7 +185,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         `peer`: the other rank of a message. `meet` and `agree`: as `_last_arrival` and `_all_know`, between these two.
         """
         flat = tensors_in(tensors)
-        if self._by_host and not any(one.is_cuda for one in flat):
+        if self._stays_on_host(flat):
             return does(*tensors) or Handle(result)
         with DeviceCall(f"{self.backend}:{name}"):
             device = next((one.get_device() for one in flat if one.is_cuda), -1)
@@ -234,10 +237,14 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     # the collectives
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
+        if self._stays_on_host(tensors):
+            return self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())
         return self._run("all_reduce", tensors, [tensors], lambda ones: self._reduced(ones, opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
-        if self._by_host and any(one.is_cuda for one in tensors):
+        if self._stays_on_host(tensors):
+            return self.gloo.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
+        if self._by_host:
             raise RuntimeError("ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda")
         return [self.allreduce([one], opts) for one in tensors][-1]
 
@@ -422,7 +429,7 @@ class OneForAll:
                 one.pow_(self.size)
         return self
 
-    reduce = allreduce
+    reduce = allreduce_coalesced = allreduce
 
     def broadcast(self, _tensors: list[Tensor], _options: Any) -> OneForAll:
         return self
