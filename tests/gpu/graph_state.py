@@ -173,6 +173,42 @@ def lines_of_a_file(model: Net) -> Change:
     return lambda loss: loss * float(file.readline())
 
 
+def average_in_place(model: Net) -> Change:
+    """By way of `.data`, so PyTorch does not count that it is written to."""
+    average = net()
+
+    def change(loss: Tensor) -> Tensor:
+        for kept, weight in zip(average.parameters(), model.parameters(), strict=True):
+            kept.data.mul_(0.5).add_(weight.data, alpha=0.5)
+        return loss + sum(kept.square().sum() for kept in average.parameters()).detach()
+
+    return change
+
+
+def average_in_a_list(model: Net) -> Change:
+    holder = SimpleNamespace(averages=[torch.zeros_like(weight) for weight in model.parameters()])
+
+    def change(loss: Tensor) -> Tensor:
+        for kept, weight in zip(holder.averages, model.parameters(), strict=True):
+            kept.lerp_(weight.detach(), 0.1)
+        return loss + sum(kept.square().sum() for kept in holder.averages)
+
+    return change
+
+
+def queue_in_a_buffer(model: Net) -> Change:
+    """What it holds changes places, and its sum stays the same."""
+    model.register_buffer("queue", torch.arange(7.0, device="cuda"))
+
+    def change(loss: Tensor) -> Tensor:
+        model.queue.data.copy_(model.queue.roll(1))
+        return loss * model.queue[0]
+
+    return change
+
+
+IN_PLACE: list[Program] = [average_in_place, average_in_a_list, queue_in_a_buffer]
+"""State on the device that a replay renews."""
 VISIBLE: list[Program] = [
     average_bound_anew,
     average_in_a_dict,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import graph_flaws
@@ -9,6 +10,7 @@ import pytest
 import torch
 from graph_flaws import IN_CAPTURE, ON_THE_HOST, Flaw, flawed, losses, place_of
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
+from graph_state import BY_THE_LOOP, HIDDEN, IN_PLACE, VISIBLE, losses_in_loop, losses_with
 
 from keepbusy.runtime.graph.graphed_step import graph
 
@@ -40,6 +42,52 @@ def test_the_line_is_named_and_the_training_goes_on_as_it_was(flaw: Flaw) -> Non
     assert (found, state()) == expected
 
 
+@pytest.mark.parametrize("program", VISIBLE + HIDDEN, ids=lambda program: program.__name__)
+def test_a_step_that_keeps_state_stays_as_it_is(program) -> None:
+    kept = Kept()
+    with pytest.warns(UserWarning, match="keepbusy.graph runs train eagerly: ") as told:
+        found = losses_with(program, kept, 40)
+    (warning,) = told
+    assert ("graph_state.py:" in str(warning.message)) == (program in VISIBLE)
+    assert found == losses_with(program, lambda step: step, 40)
+
+
+@pytest.mark.parametrize("program", IN_PLACE, ids=lambda program: program.__name__)
+def test_state_on_the_device_is_renewed_once_a_call(program) -> None:
+    kept = Kept()
+    assert losses_with(program, kept, 60) == losses_with(program, lambda step: step, 60)
+    assert kept.graphed.replays == 56
+
+
+@pytest.mark.parametrize("program", BY_THE_LOOP, ids=lambda program: program.__name__)
+def test_what_the_loop_changes_takes_effect(program) -> None:
+    kept = Kept()
+    assert losses_in_loop(program, kept, 60) == losses_in_loop(program, lambda step: step, 60)
+    assert kept.graphed.replays > 20
+
+
+def test_kernels_that_add_up_in_no_order_are_replayed() -> None:
+    """Two eager calls differ in the last bits, and so do two replays."""
+    places = torch.randint(0, 16, (1 << 20,), device="cuda")
+    weight = torch.ones(1 << 20, device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        sums = torch.zeros(16, device="cuda").index_add(0, places, weight * x)
+        loss = sums.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = graph(train)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            step(torch.randn(1 << 20, device="cuda"))
+    assert step.replays == 16
+
+
 @pytest.mark.parametrize("flaw", IN_CAPTURE, ids=lambda flaw: flaw.__name__)
 def test_other_graphs_and_the_allocator_survive_a_capture_that_fails(flaw: Flaw) -> None:
     """Graphs that draw random numbers are what an invalid capture used to break."""
@@ -53,6 +101,7 @@ def test_other_graphs_and_the_allocator_survive_a_capture_that_fails(flaw: Flaw)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             losses(graph(flawed(flaw)[0]))
+        gc.collect()  # a step and its graphs refer to each other; when such garbage goes depends on what ran before
         torch._C._cuda_clearCublasWorkspaces()  # one for each stream that was ever used, whatever became of it
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved())
@@ -79,7 +128,7 @@ def test_a_batch_of_the_host_travels_beside_the_replay() -> None:
     big = torch.randn(4096, 4096, device="cuda")
     step = graph(lambda x: (big @ big @ big).sum() + x.sum())
     host = torch.randn(64 << 20).pin_memory()
-    for _ in range(5):
+    for _ in range(12):  # of the replays the eighth is compared, and the next one is the sixteenth
         step(host)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

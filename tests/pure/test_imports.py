@@ -162,12 +162,12 @@ LINES = {
     "traces": 2392,
     "instrument": 2595,
     "recording": 4071,
-    "virtual": 9011,
-    "explain": 4712,
-    "report": 3153,
-    "runtime": 5600,
-    "cli": 3756,
-    "fix": 6953,
+    "virtual": 8764,
+    "explain": 4709,
+    "report": 3136,
+    "runtime": 6497,
+    "cli": 3733,
+    "fix": 6919,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

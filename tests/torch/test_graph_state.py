@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from graph_loops import Kept
-from graph_state import BY_THE_LOOP, HIDDEN, VISIBLE, losses_in_loop, losses_with, random_numbers_of_the_system
+from graph_loops import Kept, batches, net, whole
+from graph_state import (
+    BY_THE_LOOP,
+    HIDDEN,
+    IN_PLACE,
+    VISIBLE,
+    losses_in_loop,
+    losses_with,
+    random_numbers_of_the_system,
+)
 
 torch = pytest.importorskip("torch")
+
+from keepbusy.runtime.graph import replay_check  # noqa: E402
+from keepbusy.runtime.graph.captured_call import StepCall  # noqa: E402
+from keepbusy.runtime.graph.graphed_step import graph  # noqa: E402
+from keepbusy.runtime.graph.host_state import HostState  # noqa: E402
+from keepbusy.runtime.graph.names_read import StepNames  # noqa: E402
+from keepbusy.runtime.graph.participants import Participants  # noqa: E402
+from keepbusy.runtime.graph.replay_check import WrittenTensors, is_compared, replay_compared  # noqa: E402
 
 
 def warned(run: Callable[[], Any]) -> tuple[Any, list[str]]:
@@ -39,6 +57,15 @@ def test_a_replay_that_differs_from_an_eager_call_is_the_last(program) -> None:
     assert "a replay and an eager call from the same state differ in result 0 by up to " in message
 
 
+@pytest.mark.parametrize("program", IN_PLACE, ids=lambda program: program.__name__)
+def test_state_on_the_device_is_renewed_once_a_call(program) -> None:
+    """Also where a replay is compared with an eager call: both begin with what there was."""
+    kept = Kept()
+    found, messages = warned(lambda: losses_with(program, kept, 20))
+    assert (found, messages) == (losses_with(program, lambda step: step, 20), [])
+    assert kept.graphed.replays == 16
+
+
 def test_numbers_that_the_host_draws_are_not_taken_for_sums_in_another_order() -> None:
     """Two eager calls differ here by as much; two replays do not."""
     kept = Kept()
@@ -53,3 +80,114 @@ def test_what_the_loop_changes_takes_effect(program) -> None:
     found, messages = warned(lambda: losses_in_loop(program, kept, 30))
     assert (found, messages) == (losses_in_loop(program, lambda step: step, 30), [])
     assert kept.graphed.replays >= 8
+
+
+class SumsInNoOrder:
+    """A kernel that adds up in another order at each call, eager or replayed: written out, as no kernel here does."""
+
+    def __init__(self, spread: float, is_off_by: float = 0.0) -> None:
+        self._random, self._spread, self._is_off_by = random.Random(0), spread, is_off_by
+        self.total, self.calls = torch.zeros((), device="cuda"), 0
+
+    def _add(self, more: float) -> torch.Tensor:
+        self.total += 1 + self._random.random() * self._spread + more
+        return self.total.clone()
+
+    def step(self) -> torch.Tensor:
+        self.calls += 1
+        return self._add(0.0)
+
+    def captured(self) -> Any:
+        return SimpleNamespace(
+            replay=lambda _: self._add(self._is_off_by), written_to=lambda _: [], take_gradients=lambda: None
+        )
+
+
+@pytest.mark.parametrize(("spread", "is_off_by", "is_found"), [(1e-3, 0, False), (0, 1e-3, True), (1e-3, 0.1, True)])
+def test_sums_may_come_out_as_they_do_among_replays(spread, is_off_by, is_found) -> None:
+    sums = SumsInNoOrder(spread, is_off_by)
+    participants, total = Participants(), sums.total
+    host = HostState(participants, StepNames(lambda: total))
+    written = WrittenTensors(participants, host)
+    with written.watching():
+        sums.step()
+    captured, calls = sums.captured(), sums.calls
+    returned, finding = replay_compared(captured, StepCall((), {}), lambda call: call.run(sums.step), written, host)
+    assert sums.calls == calls + 1  # what the step does in Python is done once
+    assert (returned.item(), bool(finding)) == (sums.total.item(), is_found)  # what the eager call left
+
+
+def test_which_replays_are_compared() -> None:
+    assert [replay for replay in range(1, 70) if is_compared(replay)] == [1, 2, 3, 4, 8, 16, 32, 64]
+
+
+def test_too_little_memory_for_a_comparison_leaves_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(wrap: Callable[[Any], Any]) -> list[float]:
+        model = net()
+        step = wrap(whole(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        return [loss.item() for loss in [step(x, y) for x, y in batches(9)]]
+
+    plain = losses(lambda step: step)
+
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(replay_check, "StepState", refuse)
+    kept = Kept()
+    found, messages = warned(lambda: losses(kept))
+    assert found == plain
+    assert messages == [
+        "keepbusy.graph runs step eagerly: there is too little memory to compare a replay with an eager call"
+    ]
+    assert kept.graphed.report().startswith("step: 0 replayed, 1 captured, 8 eager; ")
+
+
+def test_one_kind_of_call_may_draw_on_the_host_and_others_be_replayed() -> None:
+    def losses(wrap: Callable[[Any], Any]) -> list[float]:
+        model, source = net(), random.Random(0)
+        train = whole(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def step(x: torch.Tensor, y: torch.Tensor, is_scaled: bool) -> torch.Tensor:
+            loss = train(x, y).detach()
+            return loss * source.random() if is_scaled else loss
+
+        step = wrap(step)
+        return [
+            loss.item() for loss in [step(x, y, turn % 5 == 4 and turn > 6) for turn, (x, y) in enumerate(batches(40))]
+        ]
+
+    kept = Kept()
+    found, messages = warned(lambda: losses(kept))
+    assert found == losses(lambda step: step)
+    assert messages == [
+        "keepbusy.graph runs step eagerly for some arguments: it changes `source` on the host, where a replay does "
+        "nothing; move that out of the step"
+    ]
+    assert kept.graphed.replays > 20
+
+
+def test_state_that_is_left_alone_costs_no_memory() -> None:
+    """Data on the device that a step only reads is not copied for a comparison."""
+    data = torch.randn(1 << 20, device="cuda")
+    step = graph(lambda x: (x + data[:3]).sum())
+    for _ in range(4):
+        step(torch.ones(3, device="cuda"))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        step(torch.ones(3, device="cuda"))
+    assert torch.cuda.max_memory_allocated() - before < data.nbytes / 4
+    assert step.report() == "<lambda>: 1 replayed, 4 compared, 1 captured, 3 eager"
+
+
+def test_a_program_that_forbids_syncs_is_not_disturbed() -> None:
+    model = net()
+    step = graph(whole(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    inputs = [*batches(8)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for x, y in inputs:
+            step(x, y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step.report() == "step: 0 replayed, 4 compared, 1 captured, 3 eager"

@@ -132,6 +132,7 @@ class HostReads:
             return (
                 *self._of_modules.numbers(),
                 *self._of_modules.places(),
+                *self._of_modules.code(),
                 *[ask() for ask in _SETTINGS],
                 *[_content(_reached(root, path)) for root, path in self._others],
             )

@@ -316,7 +316,7 @@ def capture(
     with torch.cuda.stream(stream), _no_garbage(), _no_cached_casts():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            with _no_syncs():
+            with sync_mode("error"):
                 result = run()
             graph.capture_end()
         except Exception as error:
@@ -331,12 +331,12 @@ def capture(
 
 
 @contextmanager
-def _no_syncs() -> Iterator[None]:
-    """PyTorch itself raises where it would wait for the device. To be switched on after the capture has begun."""
+def sync_mode(mode: str | int) -> Iterator[None]:
+    """What PyTorch does before it waits for the device. A capture must have begun before syncs are errors."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it does not see every sync
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode(mode)
     try:
         yield
     finally:

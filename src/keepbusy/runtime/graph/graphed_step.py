@@ -52,6 +52,8 @@ class GraphKey:
         """The modules that there are now."""
         modules = submodules([*self._participants.modules, *self._named.modules()])
         self._of_modules = ModuleState(modules, self._is_read)
+        of_modules = {id(tensor) for tensor in self._of_modules.tensors()}
+        self._others = [leaf for leaf in self.leaves if id(leaf) not in of_modules]
 
     def _is_read(self, module: torch.nn.Module, name: str) -> bool:
         kind: Any = type(module)
@@ -60,6 +62,7 @@ class GraphKey:
     def add(self, leaves: list[Tensor]) -> None:
         """Tensors that gather gradients in the step."""
         self._leaves |= {id(one): one for one in leaves}
+        self.renew()
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -67,10 +70,15 @@ class GraphKey:
 
     def kind(self) -> tuple[Any, ...]:
         """What may come back: an evaluation in between, gradients that were cleared, another setting."""
+        try:
+            numbers = self._of_modules.numbers()
+        except KeyError:  # one is gone
+            self.renew()
+            numbers = self._of_modules.numbers()
         return (
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            self._of_modules.numbers(),
+            numbers,
             tuple([one.grad is None for one in self._leaves.values()]),
             *[
                 settings({**group, "lr": None} if self._rates.moves(group) else group)
@@ -84,7 +92,7 @@ class GraphKey:
         """Where weights and optimizer state lie. When they have moved, no graph is of use any more."""
         return (
             self._of_modules.places(),
-            *[one.data_ptr() for one in self._leaves.values()],
+            *[leaf.data_ptr() for leaf in self._others],
             *[id(optimizer.state) for optimizer in self._optimizers],
         )
 
@@ -308,7 +316,6 @@ class StepGraphs:
             self._capturable[kind] = not again
         self._changed[kind] = {change.key for change in changes}
         self._key.add([one.leaf for one in gradients.held()])
-        self._key.renew()
         self._addresses = self._key.addresses()
         return returned
 

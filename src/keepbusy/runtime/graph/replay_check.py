@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall
+from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall, sync_mode
 from keepbusy.runtime.graph.host_state import HostState, changes_between
 from keepbusy.runtime.graph.participants import Participants
 from keepbusy.runtime.graph.reachable import bytes_of, content_sum, writes_to
@@ -78,7 +78,8 @@ def _lies_on_device(value: Any) -> bool:
 
 def _sums(tensors: list[tuple[str, Tensor]]) -> list[int]:
     sums = [content_sum(tensor.untyped_storage()).to("cuda") for _, tensor in tensors]
-    return torch.stack(sums).tolist() if sums else []
+    with sync_mode("default"):
+        return torch.stack(sums).tolist() if sums else []
 
 
 class SavedTensors:
@@ -144,6 +145,19 @@ def replay_compared(
     captured: CapturedCall, call: StepCall, run: Callable[[StepCall], Any], written: WrittenTensors, host: HostState
 ) -> tuple[Any, str]:
     """What the eager call returned, and why no replay may stand in for it, if so. State is left as by that call."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with sync_mode("default"):
+        return _compared(captured, call, lambda: _run_in(mode, run, call), written, host)
+
+
+def _run_in(mode: int, run: Callable[[StepCall], Any], call: StepCall) -> Any:
+    with sync_mode(mode):
+        return run(call)
+
+
+def _compared(
+    captured: CapturedCall, call: StepCall, run: Callable[[], Any], written: WrittenTensors, host: HostState
+) -> tuple[Any, str]:
     tensors, others = written.split()
     tensors += [("an argument", tensor) for tensor in captured.written_to(call.tensors)]
     held, leaves = [tensor for _, tensor in tensors], written.leaves()
@@ -154,7 +168,7 @@ def replay_compared(
         before.restore()
     writes, on_host = [writes_to(tensor) for _, tensor in others], host.read()
     try:
-        returned = run(call)
+        returned = run()
     except torch.OutOfMemoryError:
         before.restore()
         raise
