@@ -259,6 +259,16 @@ def number_of_an_object(model: Net) -> tuple[Change, Callable[[int], None]]:
     return (lambda loss: loss * config.rate), lambda turn: setattr(config, "rate", 1.0 + turn // 6)
 
 
+def number_that_was_left_out(model: Net) -> tuple[Change, Callable[[int], None]]:
+    config = SimpleNamespace()
+
+    def loop(turn: int) -> None:
+        if turn >= 6:
+            config.rate = 1.0 + turn // 6
+
+    return (lambda loss: loss * getattr(config, "rate", 1.0)), loop
+
+
 def number_in_a_list(model: Net) -> tuple[Change, Callable[[int], None]]:
     rates = [1.0]
     return (lambda loss: loss * rates[0]), lambda turn: rates.__setitem__(0, 1.0 + turn // 6)
@@ -323,6 +333,7 @@ def weights_that_thaw(model: Net) -> tuple[Change, Callable[[int], None]]:
 
 BY_THE_LOOP: list[Callable[[Net], tuple[Change, Callable[[int], None]]]] = [
     number_of_an_object,
+    number_that_was_left_out,
     number_in_a_list,
     number_in_a_dict_of_an_object,
     number_of_a_module,

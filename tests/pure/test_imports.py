@@ -165,7 +165,7 @@ LINES = {
     "virtual": 8764,
     "explain": 4709,
     "report": 3136,
-    "runtime": 6497,
+    "runtime": 6517,
     "cli": 3733,
     "fix": 6919,
 }

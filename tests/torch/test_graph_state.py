@@ -191,3 +191,26 @@ def test_a_program_that_forbids_syncs_is_not_disturbed() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert step.report() == "step: 0 replayed, 4 compared, 1 captured, 3 eager"
+
+
+class Proxy:
+    """As of a web framework: outside of its context every question to it is an error."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for {name} outside of the context")
+
+
+class DictOfItsOwn(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("not in this way")
+
+
+def test_objects_that_answer_in_their_own_way_disturb_nothing() -> None:
+    proxy, own = Proxy(), DictOfItsOwn(a=1)
+
+    def train(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if (proxy, own) else x
+
+    step = graph(train)
+    assert [step(torch.ones((), device="cuda")).item() for _ in range(8)] == [2.0] * 8
+    assert step.replays == 4

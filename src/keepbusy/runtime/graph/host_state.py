@@ -15,9 +15,9 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from keepbusy.runtime.graph.names_read import PLAIN, NameRead, StepNames, constant
+from keepbusy.runtime.graph.names_read import PLAIN, NameRead, StepNames, constant, is_a
 from keepbusy.runtime.graph.participants import Participants
-from keepbusy.runtime.graph.reachable import ObjectState, TensorState, held_as, reach, state_of
+from keepbusy.runtime.graph.reachable import ObjectState, SameObject, TensorState, held_as, reach, state_of
 
 
 def random_state() -> tuple[Any, ...]:
@@ -94,7 +94,7 @@ def _why(label: str, before: Any, after: Any) -> str:
         suffix = next((name for name in old.keys() | new.keys() if old.get(name) != new.get(name)), None)
         before, after = (before.own, after.own) if suffix is None else (old.get(suffix), new.get(suffix))
         label = f"`{label}{suffix or ''}`"
-    if isinstance(getattr(before, "held", before), torch.Tensor | TensorState):
+    if is_a(before.held if isinstance(before, SameObject) else before, torch.Tensor, TensorState):
         return f"binds {label} to new memory, where a replay goes on with the old; write to it in place"
     return f"changes {label} on the host, where a replay does nothing; move that out of the step"
 

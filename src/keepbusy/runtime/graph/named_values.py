@@ -15,11 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from keepbusy.runtime.graph.names_read import PLAIN, StepNames, attributes_of, constant
+from keepbusy.runtime.graph.names_read import PLAIN, StepNames, attributes_of, constant, is_a, own_dict
 from keepbusy.runtime.graph.reachable import reach
 
 _LARGEST = 64
 """A container that holds more is known by the places that the code names."""
+_MOST = 512
+"""So many values are read before each replay, the nearest first."""
 _CODE_TYPES = (FunctionType, BuiltinFunctionType, ModuleType, type)
 """What a name may stand for and nobody rebinds."""
 _ENDS = (*PLAIN, *_CODE_TYPES, MethodType, Tensor, nn.Module, Optimizer)
@@ -30,7 +32,7 @@ class NamedValues:
 
     def __init__(self, names: StepNames) -> None:
         self._words = names.words
-        self._names = [name for name in names.reads if not isinstance(name.read(), _CODE_TYPES)]
+        self._names = [name for name in names.reads if not is_a(name.read(), *_CODE_TYPES)]
         self._find()
 
     def read(self) -> tuple[Any, ...]:
@@ -55,20 +57,20 @@ class NamedValues:
     def modules(self) -> list[nn.Module]:
         """All that can be reached."""
         named = [(name.label, name.read()) for name in self._names]
-        return [value for _, value in reach(named) if isinstance(value, nn.Module)]
+        return [value for _, value in reach(named) if is_a(value, nn.Module)]
 
     def _find(self) -> None:
         self._reads: list[tuple[Callable[[Any], Any], Any]] = []
         self._labels = [f"`{name.label}`" for name in self._names]
         values = [name.read() for name in self._names]
-        seen: set[int] = set()
+        seen: dict[int, Any] = {}
         ahead = deque(enumerate(values))
         holders = []
-        while ahead:
+        while ahead and len(values) < _MOST:
             place, value = ahead.popleft()
-            if isinstance(value, _ENDS) or id(value) in seen:
+            if is_a(value, *_ENDS) or id(value) in seen:
                 continue
-            seen.add(id(value))
+            seen[id(value)] = value
             read, names = self._entries(value)
             if read is not None:
                 holders.append(place)
@@ -77,8 +79,8 @@ class NamedValues:
                 self._labels += [f"`{self._labels[place].strip('`')}{name}`" for name in names]
                 values += read(value)
         self._count, self._places = len(values), holders
-        dicts = [getattr(holder, "__dict__", None) for _, holder in self._reads]
-        self._sizes = [(held, len(held)) for held in dicts if type(held) is dict]
+        dicts = [own_dict(value) for value in seen.values()]  # which the loop may give an attribute
+        self._sizes = [(held, len(held)) for held in dicts if held is not None]
         self._holders = self._holders_in(values)
         kept = set(holders)
         self._ends = [place for place in range(len(values)) if place not in kept]
@@ -94,9 +96,9 @@ class NamedValues:
 
     def _entries(self, value: Any) -> tuple[Callable[[Any], Any] | None, list[str]]:
         """How to read what matters of an object, as a list, and what a person calls each."""
-        if isinstance(value, list | tuple | deque) and len(value) <= _LARGEST:
+        if is_a(value, list, tuple, deque) and len(value) <= _LARGEST:
             return list, [f"[{place}]" for place in range(len(value))]
-        if isinstance(value, dict):
+        if is_a(value, dict):
             if len(value) <= _LARGEST:
                 return _keys_and_values, [f" has {key!r}" for key in value] + [f"[{key!r}]" for key in value]
             names = [key for key in value if key in self._words]
@@ -106,7 +108,7 @@ class NamedValues:
 
 
 def _keys_and_values(value: dict[Any, Any]) -> list[Any]:
-    return [*value, *value.values()]
+    return [*dict.keys(value), *dict.values(value)]
 
 
 def _getter(kind: Callable[..., Any], names: list[str]) -> Callable[[Any], Any]:

@@ -20,6 +20,11 @@ from keepbusy.runtime.graph.user_lines import is_users
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
+def is_a(value: Any, *kinds: type) -> bool:
+    """By its type alone: `isinstance` would run code of a proxy's."""
+    return issubclass(type(value), kinds)
+
+
 class NameRead(NamedTuple):
     """A name, and how to read it now."""
 
@@ -72,12 +77,12 @@ class StepNames:
         values += [
             self._note(f"self.{label}", (id(owner), label), functools.partial(getattr, owner, label, None))
             for label in sorted(names.attributes)
-            if label in held and not (isinstance(owner, torch.nn.Module) and type(held[label]) in PLAIN)
+            if label in held and not (is_a(owner, torch.nn.Module) and type(held[label]) in PLAIN)
         ]
         self._ahead += _methods(owner, names)
         for label, value in values:
             self._ahead.append(value)
-            if isinstance(value, ModuleType | type):
+            if is_a(value, ModuleType, type):
                 self._ahead += [one for _, one in self._namespace(label, value, names)]
             else:
                 self._ahead += _methods(value, names)
@@ -101,13 +106,13 @@ class StepNames:
 
 def _function_in(step: Any) -> tuple[FunctionType | None, Any]:
     """The function in it, and the object whose method it is."""
-    while isinstance(step, functools.partial):
+    while is_a(step, functools.partial):
         step = step.func
-    if isinstance(step, staticmethod | classmethod):
+    if is_a(step, staticmethod, classmethod):
         step = step.__func__
-    if isinstance(step, MethodType):
-        return (step.__func__ if isinstance(step.__func__, FunctionType) else None), step.__self__
-    return (step if isinstance(step, FunctionType) else None), None
+    if is_a(step, MethodType):
+        return (step.__func__ if is_a(step.__func__, FunctionType) else None), step.__self__
+    return (step if is_a(step, FunctionType) else None), None
 
 
 @functools.cache
@@ -142,12 +147,17 @@ def _entry(space: Any, name: str) -> Any:
     return vars(space).get(name)
 
 
+def own_dict(value: Any) -> dict[str, Any] | None:
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return held if type(held) is dict else None
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """Its own and those of the user's classes, without calling what these may define."""
-    try:
-        held = dict(object.__getattribute__(value, "__dict__"))
-    except (AttributeError, TypeError):
-        held = {}
+    held = dict(own_dict(value) or {})
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:
@@ -158,12 +168,12 @@ def attributes_of(value: Any) -> dict[str, Any]:
                     continue
     kind_of_value: Any = type(value)
     held = {name: vars(kind)[name] for kind, name in _class_data(kind_of_value)} | held
-    if isinstance(value, torch.nn.Module):
+    if is_a(value, torch.nn.Module):
         empty = {name for name, part in held.items() if name.startswith("_") and isinstance(part, dict) and not part}
         held = {name: part for name, part in held.items() if name not in empty}
         for place in ("_parameters", "_buffers", "_modules"):
             held |= held.pop(place, {})
-    elif isinstance(value, Optimizer):
+    elif is_a(value, Optimizer):
         held |= {f"state[{place}]": one for place, one in enumerate(held.pop("state", {}).values())}
     return held
 
@@ -183,7 +193,7 @@ def _class_data(kind: type) -> list[tuple[type, str]]:
 def _methods(owner: Any, names: CodeNames) -> list[Any]:
     """The methods of an object that the code names, and what a call of the object itself runs."""
     kind = type(owner)
-    if owner is None or kind in PLAIN or isinstance(owner, FunctionType | MethodType):
+    if owner is None or kind in PLAIN or is_a(owner, FunctionType, MethodType):
         return []
     named = [getattr(kind, label, None) for label in (*names.attributes, "__call__")]
     return [MethodType(one, owner) for one in named if isinstance(one, FunctionType)]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from keepbusy.runtime.graph.names_read import PLAIN, attributes_of
+from keepbusy.runtime.graph.names_read import PLAIN, attributes_of, is_a
 
 _MOST = 100_000
 """So many objects are looked at, the nearest first."""
@@ -54,7 +54,7 @@ def reach(*roots: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         ahead = deque(labelled)
         while ahead and len(found) < _MOST:
             label, value = ahead.popleft()
-            if id(value) not in found and not isinstance(value, _ENDS) and not _is_left_alone(value):
+            if id(value) not in found and not is_a(value, *_ENDS) and not _is_left_alone(value):
                 found[id(value)] = label, value
                 ahead += [(label + suffix, part) for suffix, part in parts_of(value).items()]
     return [*found.values()]
@@ -66,11 +66,18 @@ def _is_left_alone(value: Any) -> bool:
 
 def parts_of(value: Any) -> dict[str, Any]:
     """What an object holds, by how one gets there."""
+    try:
+        return _parts_of(value)
+    except Exception:  # its class answers in a way of its own, or another thread writes to it
+        return {}
+
+
+def _parts_of(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.amp.GradScaler):  # which makes its other parts anew at each step
         return {f".{name}": vars(value)[name] for name in ("_scale", "_growth_tracker")}
     parts: dict[str, Any] = {}
     if isinstance(value, dict):
-        for place, (key, part) in enumerate(value.items()):
+        for place, (key, part) in enumerate(dict.items(value)):
             parts[f"[{key!r}]" if type(key) in PLAIN else f"[{place}]"] = part
     elif isinstance(value, list | tuple | deque | set | frozenset):
         parts |= {f"[{place}]": part for place, part in enumerate(value)}

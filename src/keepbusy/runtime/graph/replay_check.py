@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall, sync_mode
 from keepbusy.runtime.graph.host_state import HostState, changes_between
+from keepbusy.runtime.graph.names_read import is_a
 from keepbusy.runtime.graph.participants import Participants
 from keepbusy.runtime.graph.reachable import bytes_of, content_sum, writes_to
 
@@ -73,7 +74,7 @@ class WrittenTensors:
 
 
 def _lies_on_device(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and value.is_cuda
+    return is_a(value, Tensor) and value.layout is torch.strided and bool(value.is_cuda)
 
 
 def _sums(tensors: list[tuple[str, Tensor]]) -> list[int]:
