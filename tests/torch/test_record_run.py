@@ -330,6 +330,7 @@ def test_a_spawned_rank_that_fails_leaves_what_it_had(record, tmp_path: Path) ->
     done = record(SPAWNED.replace("DIES", "30"), after=[str(tmp_path)])
     assert done.returncode == 1
     assert "rank 1 has had enough" in done.stderr
+    assert done.stdout.lstrip().startswith("The script failed with ProcessRaisedException at train.py:")
     assert "2 ranks" in done.stdout
 
 

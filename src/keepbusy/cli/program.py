@@ -79,9 +79,9 @@ def run_supervised(
                 import_module(room)
             child.hear()
         whole = _whole(folder, options.script, streams)
-        if whole is not None and child.killed_by is not None and whole.facts.cut_short is None:
-            whole = whole.change_facts(cut_short=CutShort(child.killed_by))
         if whole is not None:
+            if whole.facts.cut_short is None:
+                whole = whole.change_facts(cut_short=_cut_short(folder, child.killed_by))
             report(whole)
     except BadInput as error:
         streams.complain(str(error))
@@ -137,6 +137,17 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
     from keepbusy.recording.recorded_run import together
 
     return together(timelines)
+
+
+def _cut_short(folder: Path, killed_by: str | None) -> CutShort | None:
+    """Of a program whose steps other processes took, or that could not say anything any more."""
+    from keepbusy.recording.recorded_run import facts_in
+    from keepbusy.timeline.files import typed
+
+    known = [facts_in(one).get("cut_short") for one in folder.iterdir() if one.is_dir()]
+    if ended := next(filter(None, known), None):
+        return typed(CutShort, ended)
+    return CutShort(killed_by) if killed_by is not None else None
 
 
 def _without_turns(folder: Path, source: str, why: Sequence[str]) -> Timeline | None:

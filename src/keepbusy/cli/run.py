@@ -275,7 +275,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
         try:
             with suppress(OSError):
                 os.chdir(started_in)  # where the places of the program's lines count from
-            mine = timeline(source=options.script, cut_short=cut_short(ending.signal))
+            mine = timeline(source=options.script).change_facts(cut_short=cut_short(ending.signal))
             whole = mine if options.alike else program.gathered(mine)
             if whole is not None:
                 _report(virtual_run.steady(whole), options, streams)
