@@ -92,6 +92,7 @@ FLAGS = {
         "--live": (None, 0, False),
         "--memory": (None, 0, False),
         "-m": (None, 0, False),
+        "-c": (None, 0, False),
         "program": ("SCRIPT", "A...", None),
     },
     "show": {

@@ -204,6 +204,12 @@ def test_a_program_that_ends_too_early_is_told_how_many_steps_it_takes(record, t
     assert kept.run.time > 0  # nanoseconds: in JSON, seconds of a short run are rounded away
 
 
+def test_a_program_that_is_no_file_is_recorded(record) -> None:
+    done = record("", "--json", "-c", LONG, name="--epochs")
+    assert done.returncode == 0, done.stderr
+    assert {file for file, _ in places(json.loads(done.stdout))} == {"-c"}
+
+
 def test_of_a_program_that_uses_no_gpu_that_is_said(record) -> None:
     done = record("import torch\nprint(torch.ones(2).sum().item())\n")
     assert done.stdout.startswith("2.0\n\nkeepbusy · train.py\n\nThe run took ")

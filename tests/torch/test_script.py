@@ -31,9 +31,16 @@ def both(
     return [plain, run(folder, *ours)]
 
 
-def python(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *command: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    """`given`: by standard input."""
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, *command],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        input=given,
     )
 
 
@@ -139,6 +146,54 @@ def test_folders_archives_and_modules_run(tmp_path: Path) -> None:
     for program in (("app",), ("app.zip", "3"), ("-m", "app"), ("-m", "nowhere")):
         plain, ours = both(tmp_path, *program)
         assert said(ours) == said(plain)
+
+
+TEXT = (
+    NAMES.replace("__file__", "globals().get('__file__'), globals().get('__cached__', 1)")
+    + """
+import atexit, multiprocessing
+atexit.register(lambda: print(sorted(globals()), sys.stdin.read()))
+def work(queue): queue.put(3)
+if __name__ == "__main__":
+    fork = multiprocessing.get_context("fork"); queue = fork.Queue()
+    child = fork.Process(target=work, args=(queue,)); child.start(); print(queue.get()); child.join()
+import beside
+def fails():
+    1 / beside.ZERO
+fails()
+"""
+)
+
+
+@pytest.mark.parametrize(("source", "given"), [(("-c", TEXT), ""), (("-",), TEXT), (("-c", "x = (1,\nfor\n"), "")])
+def test_a_program_that_is_no_file_runs_as_under_python(source: tuple[str, ...], given: str, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("ZERO = 0\n")
+    plain = python(tmp_path, *source, "--epochs", "2", given=given)
+    assert "Error" in plain.stderr
+    for options in ((), ("--fix",)):
+        ours = python(tmp_path, "-m", "keepbusy", "run", *options, *source, "--epochs", "2", given=given)
+        assert said(ours) == said(plain)
+
+
+def test_the_report_finds_the_lines_of_a_program_that_is_no_file(tmp_path: Path) -> None:
+    ours = run(tmp_path, *MODELLED, "-c", WORK + "for _ in range(9):\n    x.sum().item()\n")
+    assert " -c:4" in ours.stdout
+    both_ranks = run(tmp_path, *MODELLED, "--ranks", "2", "-c", "import os\nprint(os.environ['RANK'])\n")
+    assert sorted(both_ranks.stdout.split()) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (("run", "--ranks", "2", "-"), "standard input can be read once"),
+        (("fix", "-"), "needs a file or a module"),
+        (("check", "-c", "1"), "`keepbusy check` does not know -c"),
+    ],
+)
+def test_where_a_program_has_to_be_a_file_that_is_said(command: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    done = warm().keepbusy(*command, cwd=tmp_path, env=ENVIRONMENT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
 
 
 def test_warnings_as_errors_find_none_of_ours(tmp_path: Path) -> None:

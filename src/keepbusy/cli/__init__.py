@@ -351,6 +351,8 @@ def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
     from keepbusy.instrument.script import find
 
     script, *arguments = options.program[1:] if options.program[0] == "--" else options.program
+    if script == "-" and not options.module:
+        raise BadInput(f"`{options.prog}` needs a file or a module: it runs it again, or reads it; save the program.")
     if not options.module:
         find(script)
     return script, arguments

@@ -56,6 +56,7 @@ examples:
   keepbusy run --clock modelled -m package.train --steps 20
   keepbusy run --ranks 4 train.py
   keepbusy run --against before.busy train.py
+  keepbusy run -c "import torch; torch.ones(8, device='cuda').sum().item()"
 
 The program runs as it is: its arguments, its output and its exit code are its own.
 """
@@ -69,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
     _add_of_the_fixes(parser)
-    add_program(parser, "the program to run, unchanged, and its own arguments")
+    add_program(parser, "the program to run, unchanged, and its own arguments; - reads it from standard input")
+    parser.add_argument("-c", dest="is_text", action="store_true", help="what follows is the program itself")
 
 
 def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +138,9 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
     set_launcher()
-    options.script, options.arguments = program_in(options)
+    options.text = _text(options)
+    if options.text is None:
+        options.script, options.arguments = program_in(options)
     _check_files(options)
     need_pytorch("`keepbusy run`")
     if options.fix or options.without or options.also:
@@ -162,6 +166,23 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             lambda timeline: keepbusy.explain(timeline, None, options.what_if, options.workers),
         )
     return _virtual(options, streams)
+
+
+def _text(options: argparse.Namespace) -> str | bytes | None:
+    """The program where it is no file: it stands behind `-c`, or for `-` comes in by standard input, as for Python."""
+    first, *arguments = options.program
+    if options.module or not (options.is_text or first == "-"):
+        return None
+    options.script, options.arguments = ("-c" if options.is_text else "-"), arguments
+    if options.is_text:
+        return str(first)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise BadInput(
+            "`keepbusy run -` reads the program from standard input, and nothing is piped into it; name a file."
+        )
+    if options.ranks > 1 and not options.alike:
+        raise BadInput("each rank reads the program, and standard input can be read once; save it, and name the file.")
+    return sys.stdin.buffer.read()
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -206,6 +227,8 @@ def _program(
         follow_with(be_candidate)
     if options.fix:
         _fix(options, streams, timeline)
+    if options.text is not None:
+        return script.run_text(options.text, options.arguments)
     return (script.run_module if options.module else script.run_file)(options.script, options.arguments)
 
 
@@ -318,7 +341,9 @@ _HANDED_ON = (
 def _command(options: argparse.Namespace) -> list[str]:
     """What each rank is started with: the same, without `--ranks`."""
     given = handed_on(options, add_arguments, _HANDED_ON)
-    return [*given, *(["-m"] if options.module else []), options.script, *options.arguments]
+    kind = ["-m"] if options.module else []
+    text = [options.text] if isinstance(options.text, str) else []
+    return [*given, *kind, options.script, *text, *options.arguments]
 
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:

@@ -43,6 +43,10 @@ USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
 """Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
 is PyTorch's way from a call to an operator, machinery, and ours;
 what calls the script stands outside of it."""
+TEXTS: dict[str, str] = {}
+"""Programs that are no files: their source, by the name that Python gives them."""
+_BY_OPTION = {"<string>": "-c", "<stdin>": "-"}
+"""Under the name that Python gives it stands other code, too, as of dataclasses: a place says how it was given."""
 PROGRAM_CODE = (USER, LIBRARY)
 """What a program consists of, but for PyTorch and Python."""
 
@@ -168,6 +172,8 @@ def kind_of(file: str) -> int:
     """Whose code a file holds."""
     if file == _SCRIPT or file in _LAUNCHERS:
         return OUTSIDE
+    if file in TEXTS:
+        return USER
     if file.startswith((OURS, "<")):
         return HIDDEN
     if file.startswith(_TORCH):
@@ -270,6 +276,8 @@ def line_number(code: CodeType, instruction: int) -> int:
 
 def shown(file: str) -> str:
     """As Kineto writes it: of an installed package from its name on, else relative to where the program runs."""
+    if file in TEXTS:
+        return _BY_OPTION[file]
     if root := _installed_into(file):
         return file[len(root) :]
     if file.startswith(_LIBRARIES):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import LIBRARY, PROGRAM_CODE, TORCH, USER
+from keepbusy.instrument.lines import LIBRARY, PROGRAM_CODE, TEXTS, TORCH, USER
 from keepbusy.instrument.loops import (
     IMPORTING,
     LOOKS_IN_ONE_FRAME,
@@ -50,7 +50,7 @@ BusyUntil = Callable[[Ints], npt.NDArray[np.float64]]
 
 def read_source(file: str) -> str:
     """What runs as this file, which `keepbusy fix` may have put in its place; "" where there is none."""
-    return "".join(linecache.getlines(file))
+    return TEXTS[file] if file in TEXTS else "".join(linecache.getlines(file))
 
 
 def tree_of(looks: Looks, busy_until: BusyUntil | None = None, sources: SourceLoops | None = None) -> Part:

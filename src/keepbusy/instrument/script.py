@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import linecache
 import os
 import runpy
 import signal
@@ -13,7 +14,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from importlib.machinery import PathFinder, SourceFileLoader, SourcelessFileLoader
+from functools import partial
+from importlib.machinery import BuiltinImporter, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.util import decode_source
 from itertools import pairwise
 from pathlib import Path
 from traceback import walk_tb
@@ -23,6 +26,7 @@ from typing import Any, TextIO
 from keepbusy.instrument.lines import (
     OURS,
     PROGRAM_CODE,
+    TEXTS,
     USER,
     is_ours,
     kind_of,
@@ -65,7 +69,7 @@ def run_file(script: str, arguments: Sequence[str]) -> int:
         _set_first_path(path)
         return _to_its_end(lambda: runpy._run_module_as_main("__main__", alter_argv=False))  # type: ignore[attr-defined]
     _set_first_path(str(Path(path).resolve().parent))
-    return _to_its_end(lambda: _execute(path, main))
+    return _to_its_end(lambda: _execute_file(path, main))
 
 
 def run_module(name: str, arguments: Sequence[str]) -> int:
@@ -73,6 +77,21 @@ def run_module(name: str, arguments: Sequence[str]) -> int:
     _new_main(["-m", name], arguments)
     _set_first_path(str(Path.cwd()))
     return _to_its_end(lambda: runpy._run_module_as_main(name))  # type: ignore[attr-defined]
+
+
+def run_text(source: str | bytes, arguments: Sequence[str]) -> int:
+    """As `python -c source` does; bytes as `python -` does, which has read them from standard input."""
+    file, loader = ("<stdin>" if isinstance(source, bytes) else "<string>"), BuiltinImporter
+    main = _new_main(["-"] if isinstance(source, bytes) else ["-c", source], arguments)
+    main.__dict__["__loader__"] = loader
+    _set_first_path(str(Path.cwd()), "")
+    text = source if isinstance(source, bytes) else source.encode("utf-8", "surrogateescape")
+    with suppress(SyntaxError, ValueError):  # of which Python will complain
+        TEXTS[file] = decode_source(text)
+    if sys.version_info >= (3, 13) and isinstance(source, str):  # there Python shows its lines
+        linecache.cache[file] = len(source), None, [f"{line}\n" for line in source.splitlines()], file
+    own = {"__file__": file, "__cached__": None} if isinstance(source, bytes) else {}
+    return _to_its_end(lambda: _execute(lambda: COMPILE[-1](text, file), main, own))
 
 
 def _new_main(program: Sequence[str], arguments: Sequence[str]) -> ModuleType:
@@ -89,11 +108,11 @@ def _new_main(program: Sequence[str], arguments: Sequence[str]) -> ModuleType:
     return main
 
 
-def _set_first_path(folder: str) -> None:
+def _set_first_path(folder: str, as_written: str | None = None) -> None:
     """Python put ours there, unless it was told to put none."""
     if not sys.flags.safe_path:
         _INTERPRETERS.append(_Interpreter(folder))
-        sys.path[0:1] = [folder]
+        sys.path[0:1] = [folder if as_written is None else as_written]
 
 
 class _Interpreter:
@@ -154,17 +173,23 @@ def _holds_a_program(path: str) -> bool:
     return get_importer(path) is not None
 
 
-def _execute(path: str, main: ModuleType) -> None:
+def _execute_file(path: str, main: ModuleType) -> None:
     compiled = path.endswith(".pyc")
     loader = SourcelessFileLoader("__main__", path) if compiled else SourceFileLoader("__main__", path)
-    own = {"__file__": path, "__cached__": None}
-    main.__dict__.update(own, __loader__=loader)
-    code = loader.get_code("__main__") if compiled else COMPILE[-1](Path(path).read_bytes(), path)
+    main.__dict__["__loader__"] = loader
+    made = partial(loader.get_code, "__main__") if compiled else lambda: COMPILE[-1](Path(path).read_bytes(), path)
+    _execute(made, main, {"__file__": path, "__cached__": None})
+
+
+def _execute(made: Callable[[], CodeType | None], main: ModuleType, own: dict[str, str | None]) -> None:
+    """`own`: names that it has while it runs. Python takes them away, too: exit handlers do not find them."""
+    main.__dict__.update(own)
+    code = made()
     try:
         exec(code, main.__dict__)  # type: ignore[arg-type]
     finally:
         for name in own:
-            main.__dict__.pop(name, None)  # so does Python: exit handlers do not find them
+            main.__dict__.pop(name, None)
 
 
 def _to_its_end(program: object) -> int:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from keepbusy.instrument.lines import TEXTS
 from keepbusy.runtime.graph.module_state import ModuleState
 from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.user_lines import OURS, TORCH, line_text
@@ -83,7 +84,7 @@ _HEAP_TYPE = 1 << 9
 
 @cache
 def _kind_of(file: str) -> int:
-    if file.startswith((OURS, *_GENERATED)):
+    if file.startswith((OURS, *_GENERATED)) and file not in TEXTS:
         return _OUTSIDE
     if file.startswith(TORCH):
         return _OF_TORCH

@@ -8,6 +8,7 @@ import builtins
 import gc
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -110,16 +111,14 @@ class LiveFixes:
 
     def compile(self, source: bytes, path: str, is_script: bool = True) -> CodeType:
         """The program as it is to run."""
-        try:
+        with suppress(SyntaxError, ValueError, RecursionError):  # Python will say what is wrong with it
             tree = ast.parse(source)
             marked = mark_last_turns(tree) if "gradients" in self._names else 0
             lines = rewritten(tree, is_script)[1] if "late_numbers" in self._names else []
             joint = ("copies" in self._names and join_moves(tree)) | ("foreach" in self._names and join_loops(tree))
-        except (SyntaxError, ValueError, RecursionError):
-            return script.COMPILE[0](source, path)  # which says what is wrong with it
-        if not (lines or marked or joint):
-            return script.COMPILE[0](source, path)
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+            if lines or marked or joint:
+                return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+        return script.COMPILE[0](source, path)
 
     def _reading(self, plain: Function) -> Function:
         """Modules of the user's own are compiled anew; what Python has kept of them was not rewritten."""
