@@ -36,7 +36,7 @@ from torch.cuda._utils import _get_device_index
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
-from keepbusy.fix.live.switch import FixSwitch, is_ours, ours
+from keepbusy.fix.live.switch import FixSwitch, is_ours, ours, replaced_by_program
 from keepbusy.fix.syntax.loop_turns import moved_singly
 from keepbusy.instrument import lines
 from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
@@ -340,6 +340,7 @@ def _may_be_sent(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_conj()
         and not is_watched()
+        and not replaced_by_program(("to", "cuda", "copy_"))
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeAlias
 
-from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
+from keepbusy.instrument.lines import HIDDEN, OUTSIDE, PROGRAM_CODE, USER, kind_of, shown
 
 Place: TypeAlias = tuple[str, int]
 """A file and a line."""
@@ -101,6 +101,21 @@ def ours() -> Iterator[None]:
 
 def is_ours() -> bool:
     return _OURS.under_way
+
+
+_SPELLED = {"float": "__float__", "int": "__int__", "bool": "__bool__"}
+
+
+def replaced_by_program(names: Iterable[str]) -> str:
+    """The first of these methods of tensors that is the program's own, which is to see all calls; "" if none is."""
+    from torch import Tensor
+
+    for name in names:
+        method = getattr(Tensor, _SPELLED.get(name, name), None)
+        code = getattr(method, "__code__", None) or getattr(type(method).__call__, "__code__", None)
+        if code is not None and kind_of(code.co_filename) in PROGRAM_CODE:
+            return name
+    return ""
 
 
 def makes_on_host() -> bool:
