@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from keepbusy.fix.gate.guard import Wait
 
 _LIMITS = ("max_syncs", "max_blocking_copies", "max_wait", "min_overlap", "max_memory", "allow")
-_MARK = (
-    f"keepbusy({', '.join(_LIMITS)}): how often the test may wait for the GPU, for how long, how much of its copies "
-    "runs beside the computation, and how much memory it takes"
-)
+_MARK = f"keepbusy({', '.join(_LIMITS)}): limits for waits for the GPU, their time, overlap of copies, and memory"
 _PROPERTY = "keepbusy"
 _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MEASURE = re.compile(r"^\s*([0-9.]+)\s*([A-Za-zµ]+)\s*$")

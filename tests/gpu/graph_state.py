@@ -207,7 +207,19 @@ def queue_in_a_buffer(model: Net) -> Change:
     return change
 
 
-IN_PLACE: list[Program] = [average_in_place, average_in_a_list, queue_in_a_buffer]
+def counter_that_begins_later(model: Net) -> Change:
+    """As GradScaler's: PyTorch does not count that it is written to, and at first it keeps its value."""
+    calls, seen = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
+
+    def change(loss: Tensor) -> Tensor:
+        calls.add_(1)
+        seen.data.add_((calls > 6).float())
+        return loss * (1 + 0.01 * seen)
+
+    return change
+
+
+IN_PLACE: list[Program] = [average_in_place, average_in_a_list, queue_in_a_buffer, counter_that_begins_later]
 """State on the device that a replay renews."""
 VISIBLE: list[Program] = [
     average_bound_anew,

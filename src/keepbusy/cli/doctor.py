@@ -240,8 +240,8 @@ def flags(environment: Mapping[str, str]) -> Iterator[Harm]:
     order = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if all(one.strip().isdecimal() for one in order) and [*map(int, order)] != sorted(map(int, order)):
         yield Harm(
-            f"CUDA_VISIBLE_DEVICES={','.join(order)} counts the GPUs in another order than the machine, so that ranks "
-            "are not bound to the cores and network cards beside their GPUs",
+            f"CUDA_VISIBLE_DEVICES={','.join(order)} counts the GPUs in another order than the machine, so "
+            "ranks run on cores and network cards far from their GPUs",
             f"give them in order: CUDA_VISIBLE_DEVICES={','.join(map(str, sorted(map(int, order))))}",
         )
 

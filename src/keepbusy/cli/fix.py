@@ -1,8 +1,8 @@
-"""Try the fixes that a run's plan names, one after the other, and show those that hold as a diff of the source.
+"""Try the fixes of a program's plan one after the other, and show those that hold as a diff of the source.
 
-Each is run before it is offered, on a virtual GPU: what is computed must be the program's own, to the last bit unless
-the fix says how far it differs, and its step must be shorter. What gains most is tried first; after ten minutes no
-further run is begun, and what was not tried is named. Nothing is written without --write.
+Each fix runs on a virtual GPU before it is offered. Its results must equal the program's own to the last bit, unless
+it states a tolerance, and its step must be shorter. The largest saving is tried first. After ten minutes no further
+run begins, and the fixes that were not tried are named. Nothing is written without --write.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class FixSearch:
         if way == planned.fix:
             self._told.append(planned)
         else:
-            told = f"in place of '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {told}"
+            told = f"instead of '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {told}"
         print_parts([_told(way, where, told)])
 
 
@@ -235,7 +235,7 @@ class CandidateRuns:
         runs = f"{'a run' if self._is_modelled else 'one or two runs'} of {self._longest:.0f} s"
         if changes == 1:
             return f"1 change of the source is tried, in {runs}\n"
-        return f"{changes} changes of the source are tried, each in {runs}; what gains most comes first\n"
+        return f"{changes} changes of the source are tried, each in {runs}, the largest saving first\n"
 
     def end_of_search(self) -> str:
         """Why nothing more is tried; "" while there is time."""
@@ -277,11 +277,11 @@ class CandidateRuns:
             was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
         what = "the run" if planned.is_beside_steps else "a step"
         if was - now < least:
-            raise BadInput(f"it gains nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
+            raise BadInput(f"it saves nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
         same = f"results within {100 * tolerance:g}%, for {why}" if tolerance else "the same results to the last bit"
         same = same if self._computes else "results not compared, since nothing is computed with --values none"
         foretold = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
-        return f"gains {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
+        return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
 
     def _run(self, sources: dict[str, str], folder: Path, what: str, about: str) -> None:
         from keepbusy.fix.source.proof import ASKED
@@ -368,7 +368,7 @@ def _foretold(attempt: Attempt) -> str:
     """What the plan says that it would gain; of another edit in its place that is unknown."""
     planned, way = attempt
     if way != planned.fix:
-        return f", in place of '{words.fix(planned.fix)}'"
+        return f", instead of '{words.fix(planned.fix)}'"
     gain = planned.run_gain if planned.is_beside_steps else planned.gain
     return f", {duration(gain)} of {'the run' if planned.is_beside_steps else 'a step'} predicted" if gain > 0 else ""
 

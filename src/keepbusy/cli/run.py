@@ -100,7 +100,10 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--save", metavar="RUN.busy", type=Path, help="keep the run, to explain it again or compare it")
     parser.add_argument(
-        "--against", metavar="BEFORE.busy", type=Path, help="after a fix: what that run foretold, and what came of it"
+        "--against",
+        metavar="BEFORE.busy",
+        type=Path,
+        help="after a fix: what that run predicted, and what this one measures",
     )
     parser.add_argument("--quiet", action="store_true", help="print no report: the run is kept by --save")
     parser.add_argument("--page", metavar="OUT.html", type=Path, help="draw the run on a page, to look at and to send")
@@ -117,7 +120,7 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fix",
         action="store_true",
-        help="apply the fixes that are safe while the program runs, and say what they gain",
+        help="apply the fixes that are safe while the program runs, and measure what they save",
     )
     parser.add_argument(
         "--without",

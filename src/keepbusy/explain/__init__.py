@@ -193,64 +193,62 @@ def _notes(whole: Timeline, story: Story, plain_given: bool) -> tuple[str, ...]:
     left_out = f"step{'s' if len(facts.left_out_steps) > 1 else ''} {' and '.join(map(str, facts.left_out_steps))}"
     # plain step and recording of one live run are of the same program: only that moment can have been another
     why = (
-        "were they of the same program and machine?"
+        "are they of the same program and machine?"
         if facts.recorded is None
-        else "the recorded steps may have met a busy moment of the machine: record again, or with another --after."
+        else "the machine may have been busy. Record again, or with another --after."
     )
     said: list[tuple[object, str]] = [
         (
             not plain_given and facts.recorded is None,
-            "Profiling makes the host slower: a trace shows two to three times the idle time of the plain run. "
-            "Time a step without the profiler and give it with --plain-step.",
+            "Profiling slows Python down: a trace shows two to three times the idle time of the plain run. "
+            "Time a step without the profiler and pass it as --plain-step.",
         ),
-        (not facts.values, "With --values none nothing is computed: whatever the program reads is 0."),
+        (not facts.values, "With --values none nothing is computed: every value that the program reads is 0."),
         (
             facts.modelled,
-            "The CPU's time is modelled: operators take time; Python, files and loader workers take none.",
+            "CPU time is modelled: operators take time, but Python, files and loader workers take none.",
         ),
         (
             not facts.stacks,
-            "The trace holds no stacks, so places are operators, not lines; for lines, record with with_stack=True.",
+            "The trace has no stacks, so it names operators, not lines. Record with with_stack=True for lines.",
         ),
-        (facts.skipped, f"{facts.skipped} events of the trace could not be read, and are missing here."),
+        (facts.skipped, f"{facts.skipped} events of the trace could not be read and are missing."),
         (
             facts.marks_a_step,
-            f"{facts.marks_a_step} marked steps count as one: the plain step given is that long.",
+            f"{facts.marks_a_step} marked steps count as one, because the given plain step is that long.",
         ),
         (
             facts.left_out_steps,
-            f"Recorded {left_out} stalled, as happens now and then: this is left out here, and told beside `rarely`.",
+            f"Recorded {left_out} stalled. It is left out here and shown under `rarely`.",
         ),
         (
             replayed < steps,
-            f"{replayed} of the {steps} steps were replayed, chosen evenly from the fastest to the slowest.",
+            f"{replayed} of the {steps} steps were replayed, evenly from the fastest to the slowest.",
         ),
         (
             all_known,
-            f"{given} ranks were kept whole, the latest among them: the step, its causes and the plan are of these.",
+            f"{given} ranks were kept whole, the latest among them. Step, causes and plan are those of these ranks.",
         ),
         (
             some and not all_known,
-            f"Of the run's {facts.world} ranks {given} are here: whether another one comes late cannot be known, and "
-            "waiting for it counts as communication.",
+            f"{given} of the run's {facts.world} ranks were recorded. Waiting for the others counts as communication.",
         ),
         (
             not some and not all_known and any(facts.groups.get(group, 2) > given for group in met),
-            "Other ranks are not in the recording, so waiting for them counts as communication.",
+            "Other ranks were not recorded, so waiting for them counts as communication.",
         ),
         (
             plain.alike < 1 and facts.one_turn,
-            "Gains are those of the recorded part, laid on the plain step: what was not seen may gain nothing, or go "
-            "altogether, so the ranges are wide.",
+            "Savings are estimated from the recorded part of the step, so their ranges are wide.",
         ),
         (
             plain.alike < 1 and not facts.one_turn,
-            f"What was recorded takes {1 / plain.ratio:.1f} times the plain step, more than recording explains: gains "
-            "are laid on the plain step, and their ranges are wider for it.",
+            f"The recorded steps took {1 / plain.ratio:.1f} times as long as the plain step, more than recording "
+            "explains. Savings are scaled to the plain step, and their ranges are wide.",
         ),
         (
             plain_given and plain.alike == 1 and not 0.85 < plain.ratio < 1.15,
-            f"The plain step and the recording differ by more than recording explains; {why}",
+            f"The plain step and the recorded steps differ by more than recording explains: {why}",
         ),
     ]
     return (*facts.notes, *(sentence for holds, sentence in said if holds))
@@ -266,8 +264,8 @@ def _behind_others(story: Story, plan: Sequence[PlannedFix]) -> Iterator[str]:
             place, *more = sorted(finding.places, key=lambda one: -len(finding.places[one]))
             there, often = f" and {len(more)} more" if more else "", finding.count / per_step
             yield (
-                f"{cause} at {place}{there} ({times(often)}) costs nothing as the step is, and {duration(gain)} "
-                "once what else holds it up is fixed."
+                f"{cause} at {place}{there} ({times(often)}) costs nothing now, and {duration(gain)} once the other "
+                "causes are fixed."
             )
 
 
@@ -422,7 +420,7 @@ def _left_unexplained(timeline: Timeline, rare: Sequence[RareStep]) -> Iterator[
         if step is not None and step not in explained_steps:
             many = len(window) > _REPLAYABLE
             why = "it holds too many spans to be replayed" if many else "no stall came, or not as the marks show it"
-            yield f"A stall was foreseen for step {step}, and a window was open then: {why}."
+            yield f"A stall was expected in step {step}, which was recorded: {why}."
 
 
 def _changed_steps(timeline: Timeline, workers: int) -> ChangedSteps | None:

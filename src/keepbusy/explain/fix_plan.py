@@ -58,10 +58,8 @@ MERGED_WORK = 0.5
 keeps it. The range goes from none of it to all."""
 FEWEST_ROUNDS = 8
 """Of less nobody makes one call."""
-_SMALLER_PIECES = "Smaller micro-batches keep the GPU less busy while it computes: try how many are best."
-_BOTH_WAYS = (
-    "It needs the value that is read there, and the GPU needs what comes of it: the two cannot go on side by side."
-)
+_SMALLER_PIECES = "Smaller micro-batches use the GPU less efficiently. Try how many are best."
+_BOTH_WAYS = "It needs the value that is read there, and the GPU needs its result, so the two cannot overlap."
 _ONE_FIX = (
     *("prefetch", "accumulate", "average_once", "align_ranks", "keep_parameters_on_gpu", "keep_activations"),
     "drop_checks",
@@ -387,7 +385,7 @@ def _comes_back(scene: Scene, rows: Ints) -> str:
     mine = mine[(mine != NONE) & (home | inbound)[mine]]
     if not len(mine) or not np.isin(spans.size[mine], both).all():
         return ""
-    return "Pieces of the same size leave the GPU and come to it: if it is the same data, keep it there."
+    return "Copies of the same size leave the GPU and come back. If it is the same data, keep it there."
 
 
 def _room_needed(scene: Scene) -> str:
@@ -395,7 +393,7 @@ def _room_needed(scene: Scene) -> str:
     spans, kept = scene.timeline.spans, kept_on_host(scene)
     leaves = spans.size[kept & (spans.direction == Direction.DEVICE_TO_HOST)].sum()
     size = amount(float(leaves) / (scene.steps * len(scene.timeline.ranks)))
-    return f"{size} leave the GPU in each step and come back for the backward pass: so much it would hold at most."
+    return f"{size} per step leave the GPU and come back for the backward pass. It would need that much memory."
 
 
 def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[Where], list[Where]]]:
@@ -514,10 +512,9 @@ def _asked_of_rounds(scene: Scene, rounds: Sequence[CallRounds]) -> Remedy:
 def _told_of(scene: Scene, rounds: Sequence[CallRounds]) -> str:
     launches = sum((scene.command[[*one.first, *one.others]] != NONE).sum() for one in rounds)
     of_all, of_a_rank = (scene.command != NONE).sum(), scene.steps * len(scene.timeline.ranks)
-    turn = "turn" if scene.timeline.facts.reason is not None else "step"
     return (
-        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches a {turn} are there, in "
-        f"{max(one.times for one in rounds)} rounds that do the same."
+        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches per iteration are there, in "
+        f"{max(one.times for one in rounds)} equal rounds."
     )
 
 

@@ -358,7 +358,7 @@ def borders_per_step(timeline: Timeline, border: Mask) -> int:
 def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:
     """Without a plain step of its own, which does not fit what was recorded."""
     why = str(misfit).partition(";")[0]  # what to give in its place is for who gave it
-    note = f"Shares and gains are those of the recorded steps: {why}."
+    note = f"Shares and savings are those of the recorded steps: {why}."
     return timeline.change_facts(plain_step=None, notes=(*timeline.facts.notes, note))
 
 

@@ -99,7 +99,7 @@ def _waits_in_the_middle(seen: PlacedCause, waits: Ints) -> str:
     often = times(len(places[where]) / seen.scene.steps / len(seen.scene.timeline.ranks))
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     remedy = _of_a_sync(seen._replace(where=where, rows=places[where])) or REMEDIES["host_sync"]
-    return f"it reads values of the GPU in its middle ({often} at {where}{more}). There: {remedy.advice}"
+    return f"it reads GPU values in its middle ({often} at {where}{more}). At those lines: {remedy.advice}"
 
 
 def _launches_differ(scene: Scene) -> bool:
@@ -323,8 +323,8 @@ CHOICES: dict[str, Callable[[PlacedCause], Remedy | None]] = {
 
 
 _LESSONS = {
-    Role.CHOOSES | Role.COUNTS: "how many there are is known only to the GPU, so Python waits for it",
-    Role.SYNCHRONIZES: "Python waits until all that was launched is done",
+    Role.CHOOSES | Role.COUNTS: "only the GPU knows how many there are, so Python waits for it",
+    Role.SYNCHRONIZES: "Python waits until all launched work is done",
     Role.READS: "Python needs a value, so it waits until the GPU has computed it",
 }
 """What a reader should learn of a wait, by what the called operator does."""
@@ -339,7 +339,7 @@ def lesson(timeline: Timeline, cause: str, row: int) -> str:
     return {
         "blocking_copy": "Python waits until all of it is copied",
         "copy_not_overlapped": "kernels that were launched after it wait until all of it is copied",
-        "allocator": "memory is requested from the driver once, and kept for the next time",
+        "allocator": "memory is requested from the driver once and then kept",
     }.get(cause, "")
 
 
@@ -360,7 +360,7 @@ def _copied(scene: Scene, finding: Finding) -> str:
     copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
     pageable = scene.timeline.facts.runs_once and not spans.pinned[copies].any()
     why = ": the memory is not pinned, so non_blocking=True changes nothing" if pageable else ""
-    return f"{{moved}} a step are copied while Python waits ({{often}}){why}."
+    return f"{{moved}} per iteration are copied while Python waits ({{often}}){why}."
 
 
 def _waited_for_input(scene: Scene, finding: Finding) -> str:
@@ -372,7 +372,7 @@ def _waited_for_input(scene: Scene, finding: Finding) -> str:
         return f"The training process prepares its own batches{there} and the GPU waits for them."
     waits = np.unique(scene.timeline.rank_of_rows[finding.rows]).tolist()
     if len(waits) < len(scene.timeline.ranks):
-        return f"Rank {waits[0]} waits for its loader's workers, and the other ranks wait for it."
+        return f"Rank {waits[0]} waits for its loader's workers, and the other ranks wait for rank {waits[0]}."
     return "The loop waits for the loader's workers, and the GPU waits for the loop."
 
 
@@ -387,27 +387,27 @@ def _came_late(scene: Scene, finding: Finding) -> str:
     else:
         who = f"{len(late)} ranks come"
     if (scene.timeline.spans.meeting == NONE).all():
-        return f"{who} late to wherever ranks meet next, which no recorded turn holds: the others wait there."
+        return f"{who} late to the next collective, which was not recorded. The others wait there."
     return f"{who} late to the collectives, and the others wait there."
 
 
 def _travelled(scene: Scene, finding: Finding) -> str:
     if finding.edit.drop[scene.timeline.on_device].any():
-        return "The gradients travel after every micro-batch, though only their sum is used ({often} too often)."
+        return "The gradients are sent after every micro-batch, though only their sum is used ({often} too often)."
     if finding.edit.drop.any():
-        return "Python waits for messages of other ranks, which come through the host's memory ({often})."
-    return "Collectives ({often}) run after the computation instead of beside it."
+        return "Python waits for messages of other ranks, which are copied through CPU memory ({often})."
+    return "Collectives ({often}) run after the computation, not while it runs."
 
 
 SAID: dict[str, str | Callable[[Scene, Finding], str]] = {
-    "host_sync": "Python waits for the GPU {often}, and then the GPU has nothing to do until Python has launched more.",
+    "host_sync": "Python blocks on the GPU {often}. The GPU then idles until Python has launched more work.",
     "blocking_copy": _copied,
-    "copy_not_overlapped": "{moved} a step are copied before the kernels instead of beside them ({often}).",
+    "copy_not_overlapped": "{moved} per iteration are copied before the kernels, not while they run ({often}).",
     "input_late": _waited_for_input,
-    "made_on_host": "A tensor is made on the CPU and then copied to the GPU ({often}).",
-    "launch_bound": "{launches} a step: the GPU is done with each before Python has launched the next.",
-    "allocator": "PyTorch asks the driver for memory, or gives it back, {often}; some of these calls stop the GPU.",
-    "host_work": "The training thread does other work between its launches, and the GPU has nothing to do meanwhile.",
+    "made_on_host": "A tensor is created on the CPU and then copied to the GPU ({often}).",
+    "launch_bound": "{launches} per iteration. The GPU finishes each before Python has launched the next.",
+    "allocator": "PyTorch requests memory from the driver, or frees it, {often}. Some of these calls stop the GPU.",
+    "host_work": "The training thread does other work between its launches, and the GPU is idle meanwhile.",
     "peer_late": _came_late,
     "exposed_collective": _travelled,
 }

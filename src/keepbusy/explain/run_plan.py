@@ -94,7 +94,7 @@ def _told_once(fixes: Iterable[PlannedFix], told: Diagnosis) -> Iterator[Planned
             seen.setdefault((one.fix, str(place)), one.loop)
 
 
-SAME_CHANGE = "It is the change told above, and what it gains in this loop."
+SAME_CHANGE = "This is the same change as above, and what it saves in this loop."
 
 
 def _is_part(one: str, other: str, told: Diagnosis) -> bool:
@@ -142,10 +142,8 @@ def _side_by_side(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
     if times < 2:
         return fix
     took, best = fixed(inner.time, "s", 1), fixed(inner.time / times, "s", 1)
-    reason = (
-        f"If its turns need nothing of each other, the {times} of the loop at {around.place} could go side by side: "
-    )
-    return replace(fix, reason=f"{fix.reason} {reason}of {took} s at best {best} are left.".strip())
+    reason = f"If its iterations are independent, the {times} of the loop at {around.place} could run as one batch: "
+    return replace(fix, reason=f"{fix.reason} {reason}at best {took} → {best} s.".strip())
 
 
 def _set(fix: PlannedFix, told: Diagnosis) -> PlannedFix:
@@ -235,8 +233,8 @@ def _of_all_steps(one: PlannedFix, steps: int, captures: int, most: int = 1 << 6
     return replace(
         one,
         run_gain=max(0, one.gain * steps - COMPILING),
-        reason="Programs differ in what they gain by it, from nothing to most of this; try it. "
-        f"Compiling takes some {fixed(COMPILING, 's', 0)} s, once: it pays {after}, and this run took {steps:,}.",
+        reason="Programs differ in what compiling saves, from nothing to most of this. Try it. "
+        f"Compiling takes about {fixed(COMPILING, 's', 0)} s once. It pays {after}; this run had {steps:,}.",
     )
 
 
@@ -263,11 +261,11 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
     turn = now - saved // batches
     rank = f" on rank {use.rank}" if len(told.ranks) > 1 else ""
     are = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
-    are += f", {use.idle} of them without anything to prepare," if use.idle else ""
+    are += f", {use.idle} of them without data," if use.idle else ""
     remedy = PARTICULAR["shared_among_workers" if use.idle else "more_workers"]
     if not use.idle:
         code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
-        advice = f"Give the loader {enough} workers: more would hardly wait less."
+        advice = f"Use {enough} loader workers. More would hardly help."
         remedy = remedy._replace(fix=f"num_workers={enough}", code=code, advice=advice)
     return planned_fix(
         remedy,
@@ -276,9 +274,9 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
         saved // batches,
         Prediction(turn, turn, max(turn, min(now, round((1 + NOISE) * turn)))),
         run_gain=saved,
-        reason=f"The program waited {fixed(use.waited - use.began, 's', 1)} s{rank} for its {use.batches:,} batches: "
-        f"a batch takes a worker {fixed(use.in_worker, 'ms', 0)} ms, the rest of a turn {fixed(use.turn, 'ms', 0)} ms, "
-        f"and there {are} and {use.cores} cores.",
+        reason=f"The loop waited {fixed(use.waited - use.began, 's', 1)} s{rank} for its {use.batches:,} batches. "
+        f"A batch takes a worker {fixed(use.in_worker, 'ms', 0)} ms, the rest of an iteration "
+        f"{fixed(use.turn, 'ms', 0)} ms. There {are} and {use.cores} cores.",
     )
 
 
@@ -431,7 +429,7 @@ def _timed(
         gain,
         Prediction(after, after, told.plain_step + time),
         run_gain=round(total * gain / max(1, time)),
-        reason="It was timed over the whole run, and not recorded closely.",
+        reason="This was timed over the whole run, without details.",
         every=every,
     )
 
@@ -576,7 +574,7 @@ def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int) -> Plan:
             waits // turns,
             Prediction(left // turns, left // turns, part.time // turns),
             run_gain=waits,
-            reason=f"The host was there{f', in {called}' if called else ''}; that was timed, and not recorded closely.",
+            reason=f"CPU time{f' in {called}' if called else ' at this line'} (sampled).",
             loop=part.named if in_a_loop else "",
         ),
     )

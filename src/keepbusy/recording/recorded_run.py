@@ -196,10 +196,9 @@ def _why_not(left: Mapping[str, Any], source: str) -> str:
 def _no_commands(trace: Trace, left: Mapping[str, Any], source: str) -> str:
     if left.get("blind") or np.count_nonzero(trace.events.category == Category.RUNTIME):
         return (
-            f"{source} launched work, but CUPTI reported nothing of it: another tool (Nsight, DCGM) holds the GPU's "
-            "counters, this user may not read them, or the process has profiled its CPU alone before, after which "
-            "PyTorch 2.13 does not listen to the GPU; stop the other tool, ask for the permission, or leave that "
-            "profile out."
+            f"{source} launched work, but CUPTI reported nothing of it. Another tool (Nsight, DCGM) may hold the GPU's "
+            "counters, or this user may not read them. Or the process profiled its CPU alone before, after which "
+            "PyTorch 2.13 records no GPU. Stop the other tool, ask for the permission, or leave that profile out."
         )
     if not left.get("uses_gpu", True):
         return ran_nothing(source, bool((trace.events.category == Category.OPERATOR).any()))

@@ -371,7 +371,7 @@ def check_times(timeline: Timeline) -> None:
     if sum(float(np.abs(times.astype(np.float64)).sum()) for times in spent) > _LONGEST_RUN:
         raise ValueError("more time than any run takes")
     if (spans.recording < 0).any():
-        raise ValueError("a recorder that takes less time than none")
+        raise ValueError("a recorder that costs less time than none")
     if (spans.size < 0).any() or float(spans.size.sum(dtype=np.float64)) > _LONGEST_RUN:
         raise ValueError("more bytes than any run moves")
     held = (memory.size, memory.allocated, memory.reserved)

@@ -43,8 +43,8 @@ def ran_nothing(source: str, computed_on_cpu: bool) -> str:
     if not computed_on_cpu:
         return f"{source} ran nothing on the GPU."
     return (
-        f"{source} ran nothing on the GPU: its tensors stay on the CPU. Move the model and each batch to the GPU, as "
-        'model.to("cuda") and batch.to("cuda") do, or with an option of the script, often --device cuda.'
+        f"{source} ran nothing on the GPU: its tensors stay on the CPU. Move the model and each batch to the GPU: "
+        'model.to("cuda") and batch.to("cuda"), or an option of the script such as --device cuda.'
     )
 
 

@@ -50,7 +50,7 @@ class LateGradients:
     def __init__(self) -> None:
         self.switch = FixSwitch(
             "gradients",
-            "backward passes whose gradients travelled with those of the last micro-batch",
+            "backward passes whose gradients were sent with those of the last micro-batch",
             tolerance="gradients are added in another order, and differ by rounding: 1e-6 of them",
         )
         self._turn: MarkedTurn | None = None
@@ -121,7 +121,7 @@ class LateGradients:
             self._stepped.append(self._turn.is_last)
         mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for model in [one for one in self._held if any(id(part) in mine for part in one.parameters())]:
-            self._join(model, "an optimizer stepped in a turn that was not to be the last")
+            self._join(model, "an optimizer stepped before the last micro-batch")
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         for model in [one for one in self._held if any(part is tensor for part in one.parameters())]:

@@ -21,7 +21,7 @@ from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
 from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.patches import Function, Patches, admit_scripts, run_plainly, when_imported
-from keepbusy.timeline.figures import duration, share, transition
+from keepbusy.timeline.figures import change, duration, share, transition
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def chosen(without: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[str, 
     """The fixes to be done."""
     for name in (*without, *also):
         if name not in (*SAFE, *ASKED):
-            raise BadInput(f"{name!r} is no fix; the fixes are {', '.join((*SAFE, *ASKED))}.")
+            raise BadInput(f"Unknown fix {name!r}. Known fixes: {', '.join((*SAFE, *ASKED))}.")
     return tuple(name for name in (*SAFE, *also) if name not in without)
 
 
@@ -239,7 +239,7 @@ class LiveFixes:
         if _within_noise(result):
             for one in self._untried:
                 together = len(self._untried) > 1
-                self._give_up(one, "together they gained nothing here" if together else "it gained nothing here")
+                self._give_up(one, "together they saved nothing here" if together else "it saved nothing here")
         elif len(self._untried) > 1:
             self._try_next()
 
@@ -256,9 +256,11 @@ class LiveFixes:
         switch.saved = result.saved
         if result.gain < NOISE / 2 or not result.stands_out:
             unsure = ", which may be chance" if result.gain >= NOISE / 2 else ""
-            self._give_up(switch, f"without it a turn took {duration(plain)}, with it {duration(fixed)}{unsure}")
+            self._give_up(
+                switch, f"an iteration took {duration(plain)} without it and {duration(fixed)} with it{unsure}"
+            )
         else:
-            switch.notes.append(f"by itself it saves {share(plain - fixed, plain)} of a turn")
+            switch.notes.append(f"alone it saves {share(plain - fixed, plain)} of an iteration")
         self._try_next()
 
     def told(self, plan: Sequence[PlannedFix] = ()) -> str:
@@ -272,7 +274,7 @@ class LiveFixes:
         whole = foretold(plan, *self.switches)
         if self.result is not None and whole:
             came = _came(self.result.saved, _within_noise(self.result))
-            lines.append(f"              foretold {duration(whole)} a turn in all, {came}")
+            lines.append(f"              predicted {duration(whole)} per iteration in total, {came}")
         if not any(one.done and not one.off_because for one in self.switches):
             lines += _left_to_the_author(plan, self.switches)
         return "\n".join(lines)
@@ -300,39 +302,38 @@ def _place(file: str, line: int) -> Place:
 
 def _left_to_the_author(plan: Sequence[PlannedFix], switches: Sequence[FixSwitch]) -> Iterator[str]:
     """Where nothing helped: what else there is changes the program, and that is not ours to decide."""
-    yield "nothing here that gains is safe to change while the program runs"
+    yield "no fix that helps here is safe to apply while the program runs"
     rest = [one for one in plan if not any(_stands_for(switch, one) for switch in switches)]
     if rest:
-        yield f"by hand, first of the plan: {rest[0].named}: {rest[0].code or rest[0].advice}"
+        yield f"first fix to make by hand: {rest[0].named}: {rest[0].code or rest[0].advice}"
     else:
-        yield "what to change by hand is in the plan of `keepbusy run`"
+        yield "`keepbusy run` lists the fixes to make by hand"
 
 
 def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:
     if result is None:
-        yield f"gain          not measured: the program took {turns} turns, too few to compare"
+        yield f"saved         not measured: {turns} iterations are too few to compare"
         return
     plain, fixed = round(median(result.plain)), round(median(result.fixed))
     if plain > fixed and _within_noise(result):
-        yield f"gain          none that stands out: {transition(plain, fixed)} a turn, within the noise of the turns"
+        yield f"saved         nothing above the noise: {transition(plain, fixed)} per iteration"
     else:
-        saved = f"{share(plain - fixed, plain)} less" if plain > fixed else f"{share(fixed - plain, plain)} more"
-        yield f"gain          {transition(plain, fixed)} a turn, {saved}"
-    yield f"              without {_range(result.plain)}, with {_range(result.fixed)}, in turns"
+        yield f"saved         {transition(plain, fixed)} per iteration, {change(plain, fixed)}"
+    yield f"              without {_range(result.plain)}, with {_range(result.fixed)}, alternately"
 
 
 def _beside(switch: FixSwitch, predicted: int | None) -> Iterator[str]:
     """What was foretold of it, and what came."""
     if predicted is not None and switch.done:
-        yield f"              foretold {duration(predicted)} a turn, {_came(switch.saved, bool(switch.off_because))}"
+        yield f"              predicted {duration(predicted)} per iteration, {_came(switch.saved, bool(switch.off_because))}"
 
 
 def _came(saved: int | None, within_noise: bool) -> str:
     if saved is None:
         return "not measured"
     if saved <= 0:
-        return "nothing came"
-    return "nothing came that stands out" if within_noise else f"came {duration(saved)}"
+        return "measured nothing"
+    return "measured nothing above the noise" if within_noise else f"measured {duration(saved)}"
 
 
 def _within_noise(result: TrialResult) -> bool:

@@ -298,7 +298,7 @@ class MoreWorkers:
         patches.replace(DataLoader, "__iter__", self._iterating)
 
     def count(self, workers: int, before: int) -> None:
-        self.switch.about = f"batches prepared by {workers} workers in place of {before or 'the program itself'}"
+        self.switch.about = f"batches prepared by {workers} workers instead of {before or 'the program itself'}"
         self.switch.count(sys._getframe(3))
 
     def hired(self, loader: DataLoader[Any], count: int) -> None:
@@ -306,9 +306,11 @@ class MoreWorkers:
         self._begin_again()
 
     def judge(self, loader: DataLoader[Any], before: float, after: float) -> None:
-        self.switch.notes.append(f"a turn took {duration(round(before))} before, and {duration(round(after))} since")
+        self.switch.notes.append(
+            f"an iteration took {duration(round(before))} before and {duration(round(after))} since"
+        )
         if after > (1 - _WORTH_KEEPING) * before:
-            self.leave(loader, "from the next epoch on the program's own workers: more of them gained nothing")
+            self.leave(loader, "more workers saved nothing, so the next epoch uses the program's own")
         self._begin_again()
 
     def leave(self, loader: DataLoader[Any], why: str) -> None:

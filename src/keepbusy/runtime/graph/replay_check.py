@@ -26,6 +26,9 @@ COMPARED_FIRST = 3
 """So many replays of a graph are compared with an eager call, and from then on each whose number is a power of two."""
 AS_FAR = 8
 """Where sums come out differently each time, two of them may be this much further apart than two others."""
+SAVED_ALWAYS = 1 << 16
+"""Bytes of a tensor that is saved for each comparison, whether it was seen to change or not: PyTorch does not count
+every write, and a counter such as GradScaler's may keep its value at first."""
 _MOST_REPLAYS = 8
 """To learn how far replays are apart. Few numbers, as a single loss, may come out the same twice by chance."""
 
@@ -64,6 +67,7 @@ class WrittenTensors:
             stepped = [group["params"] for group in optimizer.param_groups]
             known |= {id(tensor): tensor for tensor in tree_leaves([*optimizer.state.values(), stepped])}
         tensors = self._device_tensors()
+        known |= {id(tensor): tensor for _, tensor in tensors if tensor.untyped_storage().nbytes() <= SAVED_ALWAYS}
         labels = {id(tensor): label for label, tensor in tensors}
         named = [(labels.get(key, "a tensor of an optimizer"), tensor) for key, tensor in known.items()]
         others = [(label, tensor) for label, tensor in tensors if id(tensor) not in known]
