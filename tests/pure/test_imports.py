@@ -157,6 +157,7 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
+<<<<<<< HEAD
     "hang": 702,
     "timeline": 2975,
     "traces": 2392,
@@ -168,6 +169,19 @@ LINES = {
     "runtime": 5600,
     "cli": 3781,
     "fix": 6955,
+=======
+    "hang": 647,
+    "timeline": 2852,
+    "traces": 2379,
+    "instrument": 2792,
+    "recording": 4071,
+    "virtual": 8792,
+    "explain": 4709,
+    "report": 3136,
+    "runtime": 5603,
+    "cli": 3727,
+    "fix": 6990,
+>>>>>>> 1e84732c (The program's stack begins with the program, where Python shows it, and may be as deep as under Python)
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

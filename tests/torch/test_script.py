@@ -232,6 +232,51 @@ def test_a_traceback_shows_no_frame_of_ours(tmp_path: Path) -> None:
     assert said(ours)[1:] == said(plain)[1:]
 
 
+STACK = """\
+import inspect, io, logging, pdb, sys, traceback
+def deepest(n=1):  # as a module a program may go one deeper than under Python 3.11
+    try:
+        return deepest(n + 1)
+    except RecursionError:
+        return n
+def shown():
+    traceback.print_stack(file=sys.stdout)
+    print([(one.filename, one.lineno, one.function) for one in inspect.stack()])
+    print([one.name for one in traceback.extract_stack(limit=2)])
+    print([one.name for one in traceback.StackSummary.extract(traceback.walk_stack(None))])
+    logging.warning("here", stack_info=True)
+def stopped():
+    pdb.Pdb(stdin=io.StringIO("w\\nu\\nu\\np 3\\nd\\nc\\n"), stdout=sys.stdout, nosigint=True).set_trace()
+    return 1
+shown()
+stopped()
+print(sys.getswitchinterval(), sys.getrecursionlimit(), deepest() // 5)
+for limit, interval in ((500, 0.1), (4000, 0.0001)):
+    sys.setrecursionlimit(limit)
+    sys.setswitchinterval(interval)
+    print(sys.getswitchinterval(), sys.getrecursionlimit(), deepest() // 5)
+for wrong in (0, 1, "4", 1 << 40):
+    try:
+        sys.setrecursionlimit(wrong)
+    except Exception as error:
+        print(type(error).__name__, sys.getrecursionlimit())
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+layer = torch.nn.Linear(2, 2).to(device)
+layer.register_forward_hook(lambda *_: shown())
+layer(torch.ones(1, 2, device=device))
+"""
+
+
+@pytest.mark.parametrize("program", [("train.py",), ("-m", "train")])
+@pytest.mark.parametrize("options", [(), MODELLED, ("--fix",)])
+def test_the_stack_begins_with_the_program(options: tuple[str, ...], program: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STACK)
+    plain, ours = python(tmp_path, *program), run(tmp_path, "--quiet", *options, *program)
+    assert ours.stdout.startswith(plain.stdout)
+    assert plain.stderr in ours.stderr
+
+
 PROFILED = """\
 import torch
 from torch.profiler import ProfilerActivity, profile

@@ -12,12 +12,14 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from importlib.machinery import BuiltinImporter, PathFinder, SourceFileLoader, SourcelessFileLoader
 from importlib.util import decode_source
-from itertools import pairwise
+from itertools import filterfalse, pairwise, takewhile
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
@@ -35,7 +37,7 @@ from keepbusy.instrument.lines import (
     shown,
     stacks_of,
 )
-from keepbusy.instrument.patches import Function, Patches
+from keepbusy.instrument.patches import Function, Patches, when_imported
 from keepbusy.instrument.processes import KeptDescriptor, UnseenThread, kept_pipe
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import CutShort
@@ -44,6 +46,7 @@ COMPILE: list[Callable[[bytes, str], CodeType]] = [
     lambda source, path: compile(source, path, "exec", dont_inherit=True)
 ]
 """How a script becomes code; the last one counts."""
+_FILE = __file__
 _BETWEEN = tuple(
     f"{OURS}{room}{os.sep}" for room in ("instrument", "recording", "virtual", "fix", f"runtime{os.sep}graph")
 )
@@ -67,7 +70,7 @@ def run_file(script: str, arguments: Sequence[str]) -> int:
     main = _new_main([script], arguments)
     if _holds_a_program(path):
         _set_first_path(path)
-        return _to_its_end(lambda: runpy._run_module_as_main("__main__", alter_argv=False))  # type: ignore[attr-defined]
+        return _to_its_end(lambda: _run_module("__main__", alter_argv=False))
     _set_first_path(str(Path(path).resolve().parent))
     return _to_its_end(lambda: _execute_file(path, main))
 
@@ -76,7 +79,12 @@ def run_module(name: str, arguments: Sequence[str]) -> int:
     """As `python -m name` does."""
     _new_main(["-m", name], arguments)
     _set_first_path(str(Path.cwd()))
-    return _to_its_end(lambda: runpy._run_module_as_main(name))  # type: ignore[attr-defined]
+    return _to_its_end(lambda: _run_module(name))
+
+
+def _run_module(*names: str, **how: bool) -> None:
+    _begin_the_stack()
+    runpy._run_module_as_main(*names, **how)  # type: ignore[attr-defined]
 
 
 def run_text(source: str | bytes, arguments: Sequence[str]) -> int:
@@ -185,6 +193,7 @@ def _execute(made: Callable[[], CodeType | None], main: ModuleType, own: dict[st
     """`own`: names that it has while it runs. Python takes them away, too: exit handlers do not find them."""
     main.__dict__.update(own)
     code = made()
+    _begin_the_stack()
     try:
         exec(code, main.__dict__)  # type: ignore[arg-type]
     finally:
@@ -205,6 +214,71 @@ def _to_its_end(program: object) -> int:
         return 0
     _show(failed)  # no longer being handled, or what goes wrong in a hook would have it for its context
     return -signal.SIGINT if isinstance(failed, KeyboardInterrupt) else 1
+
+
+def _begin_the_stack() -> None:
+    """The program's stack is to begin with the program, though ours is below it: as deep as it may be, and where Python
+    shows it. Who goes through frames himself finds ours."""
+    patches, ours, told = Patches(), _depth() - 1, [sys.getrecursionlimit()]
+
+    def setting(plain: Function) -> Function:
+        def setrecursionlimit(limit: int, /) -> None:
+            plain(limit + ours if limit > 0 else limit)  # which says what is wrong with it
+            told[0] = limit
+
+        return setrecursionlimit
+
+    sys.setrecursionlimit(told[0] + ours)
+    patches.replace(sys, "getrecursionlimit", lambda _: lambda: told[0])
+    patches.replace(sys, "setrecursionlimit", setting)
+    patches.replace(traceback, "walk_stack", lambda plain: lambda frame: _its_own(plain(frame), itemgetter(0)))
+    for name, patch in (("inspect", _patch_inspect), ("bdb", _patch_debugger)):
+        when_imported(name, partial(patch, patches))
+
+
+_PROBE = compile(
+    "def deep(n):\n    try: return deep(n + 1)\n    except RecursionError: return n\ndepth = deep(1)", "", "exec"
+)
+
+
+def _depth() -> int:
+    """Of what calls this, as Python counts it: some versions count calls of C, too."""
+    limit, names = sys.getrecursionlimit(), dict[str, int]()
+    enough = sum(1 for _ in outwards(sys._getframe())) + 60
+    sys.setrecursionlimit(enough)
+    try:
+        exec(_PROBE, names)
+    finally:
+        sys.setrecursionlimit(limit)
+    return enough - 2 - names["depth"]
+
+
+def _its_own(stack: Iterable[Any], frame_of: Callable[[Any], FrameType]) -> Iterator[Any]:
+    """Of a stack from the inside out what is the program's: its frames stand on ours, and ours between them. No frame
+    is added, for Python counts some."""
+    return filterfalse(
+        lambda one: frame_of(one).f_code.co_filename.startswith(_BETWEEN),
+        takewhile(lambda one: frame_of(one).f_code.co_filename != _FILE, stack),
+    )
+
+
+def _patch_inspect(patches: Patches) -> None:
+    def outer(plain: Function) -> Function:
+        return lambda *given, **named: [*_its_own(plain(*given, **named), attrgetter("frame"))]
+
+    patches.replace(sys.modules["inspect"], "getouterframes", outer)
+
+
+def _patch_debugger(patches: Patches) -> None:
+    def getting(plain: Function) -> Function:
+        def get_stack(debugger: Any, frame: FrameType | None, traceback: TracebackType | None) -> Any:
+            stack, at = plain(debugger, frame, traceback)
+            inner = [*_its_own(reversed(stack[: at + 1]), itemgetter(0))][::-1]
+            return inner + stack[at + 1 :], max(0, len(inner) - 1)
+
+        return get_stack
+
+    patches.replace(vars(sys.modules["bdb"])["Bdb"], "get_stack", getting)
 
 
 def flush(*streams: TextIO | None) -> None:

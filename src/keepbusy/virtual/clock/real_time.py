@@ -34,6 +34,7 @@ from keepbusy.instrument.lines import (
     shown,
     stacks_of,
 )
+from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.processes import UnseenThread, high_copy, processor_times
 from keepbusy.virtual.clock.lanes import HostThread
 
@@ -110,8 +111,7 @@ class Onlooker:
         self._processor = pthread_getcpuclockid(self._watched)
 
     def begin(self) -> None:
-        # else it has its turn only once the program has been at work for 5 ms, or at the next line, which calls PyTorch
-        sys.setswitchinterval(_INTERVAL / 4)
+        _switch_often()
         UnseenThread(self._go_on)
 
     def _go_on(self) -> None:
@@ -149,6 +149,25 @@ class Onlooker:
         """
         looks, cost, self.looks, self._cost = tuple(self.looks), self._cost, [], 0
         return cost, [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]
+
+
+def _switch_often() -> None:
+    """Else an onlooker has its turn only once the program has been at work for 5 ms, or at the next line, which calls
+    PyTorch. The program is told of what it would be told."""
+    real, told = sys.setswitchinterval, [sys.getswitchinterval()]
+
+    def setting(plain: Function) -> Function:
+        def setswitchinterval(interval: float, /) -> None:
+            plain(interval)
+            told[0] = asked()
+            real(min(told[0], _INTERVAL / 4))
+
+        return setswitchinterval
+
+    asked, patches = sys.getswitchinterval, Patches()
+    patches.replace(sys, "getswitchinterval", lambda _: lambda: told[0])
+    patches.replace(sys, "setswitchinterval", setting)
+    real(_INTERVAL / 4)
 
 
 _SLOW_INTERVAL = 0.005
