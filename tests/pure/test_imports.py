@@ -173,7 +173,7 @@ LINES = {
     "hang": 647,
     "timeline": 2852,
     "traces": 2379,
-    "instrument": 2792,
+    "instrument": 2793,
     "recording": 4071,
     "virtual": 8792,
     "explain": 4709,

@@ -225,6 +225,13 @@ except RuntimeError:
 """
 
 
+def test_the_programs_own_import_of_pytorchs_compiler_succeeds(tmp_path: Path) -> None:
+    """It asks for functions of Python's, as what they are."""
+    (tmp_path / "train.py").write_text("import torch._dynamo\nprint(torch._dynamo.__name__)\n")
+    source = "import sys\nfrom keepbusy.instrument import script\nscript.run_file('train.py', [])\n"
+    assert python(tmp_path, "-c", source).stdout == "torch._dynamo\n"
+
+
 def test_a_traceback_shows_no_frame_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS)
     plain, ours = both(tmp_path, "train.py")

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from functools import partial, wraps
 from importlib.machinery import BuiltinImporter, PathFinder, SourceFileLoader, SourcelessFileLoader
 from importlib.util import decode_source
 from itertools import filterfalse, pairwise, takewhile
@@ -219,18 +219,19 @@ def _to_its_end(program: object) -> int:
 def _begin_the_stack() -> None:
     """The program's stack is to begin with the program, though ours is below it: as deep as it may be, and where Python
     shows it. Who goes through frames himself finds ours."""
-    patches, ours, told = Patches(), _depth() - 1, [sys.getrecursionlimit()]
+    patches, ours, limit, plain = Patches(), _depth() - 1, sys.getrecursionlimit(), sys.setrecursionlimit
 
-    def setting(plain: Function) -> Function:
-        def setrecursionlimit(limit: int, /) -> None:
-            plain(limit + ours if limit > 0 else limit)  # which says what is wrong with it
-            told[0] = limit
+    def getrecursionlimit() -> int:
+        return limit
 
-        return setrecursionlimit
+    def setrecursionlimit(depth: int, /) -> None:
+        nonlocal limit
+        plain(depth + ours if depth > 0 else depth)  # which says what is wrong with it
+        limit = depth
 
-    sys.setrecursionlimit(told[0] + ours)
-    patches.replace(sys, "getrecursionlimit", lambda _: lambda: told[0])
-    patches.replace(sys, "setrecursionlimit", setting)
+    setrecursionlimit(limit)
+    for function in (getrecursionlimit, setrecursionlimit):  # plain ones: PyTorch's compiler takes no others for them
+        setattr(sys, function.__name__, wraps(getattr(sys, function.__name__))(function))
     patches.replace(traceback, "walk_stack", lambda plain: lambda frame: _its_own(plain(frame), itemgetter(0)))
     for name, patch in (("inspect", _patch_inspect), ("bdb", _patch_debugger)):
         when_imported(name, partial(patch, patches))
