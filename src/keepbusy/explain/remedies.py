@@ -543,7 +543,7 @@ def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:
     _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
     groups = defaultdict[tuple[object, ...], list[Ints]](list)
     places: dict[tuple[object, ...], Where] = {}
-    for index in np.argsort(-count, kind="stable").tolist():
+    for index in np.lexsort((first, -count)).tolist():  # of equal ones first what came first
         place = place_of(scene.timeline, int(rows[first[index]]), int(within[first[index]]))
         # one line of the program is one place, whichever operators it calls
         key = (place.file, place.line, place.function) if place.file else (place.around or place.operator,)
