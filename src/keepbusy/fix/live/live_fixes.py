@@ -325,7 +325,8 @@ def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:
 def _beside(switch: FixSwitch, predicted: int | None) -> Iterator[str]:
     """What was foretold of it, and what came."""
     if predicted is not None and switch.done:
-        yield f"              predicted {duration(predicted)} per iteration, {_came(switch.saved, bool(switch.off_because))}"
+        measured = _came(switch.saved, bool(switch.off_because))
+        yield f"              predicted {duration(predicted)} per iteration, {measured}"
 
 
 def _came(saved: int | None, within_noise: bool) -> str:

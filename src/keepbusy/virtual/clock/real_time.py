@@ -125,19 +125,21 @@ class Onlooker:
         if self._host.pauses:  # in a call of ours, whose time does not count, and which is no line of the program's
             return
         ran_before, self._ran = self._ran, clock_gettime_ns(self._processor)
-        moment, stood_still = self._stood_still()
+        at_work = self._at_work()
+        moment = perf_counter_ns()
         with at_rest():
             frame = sys._current_frames().get(self._watched)
             if frame is not None:
                 self.looks.append((moment, self._place(frame)))
             del frame  # it would keep the program's variables alive
         if self._ran - ran_before > _THREAD_SWITCH:  # a program that sleeps is not held up
-            self._cost += self._stood_still()[1] - stood_still + _THREAD_SWITCH
+            # read from within: where another process has the core between two readings, none of that counts
+            took = perf_counter_ns() - moment
+            self._cost += max(0, took - (self._at_work() - at_work)) + _THREAD_SWITCH
 
-    def _stood_still(self) -> tuple[int, int]:
-        """Now, and for how long in all the program has neither run nor waited for a core."""
-        now = perf_counter_ns()
-        return now, now - clock_gettime_ns(self._processor) - self._time.without_core()
+    def _at_work(self) -> int:
+        """For how long in all the program has run or waited for a core."""
+        return clock_gettime_ns(self._processor) + self._time.without_core()
 
     def watches_caller(self) -> bool:
         return get_ident() == self._watched
