@@ -94,6 +94,20 @@ def test_a_window_within_a_long_turn_closes_where_a_line_begins(
     assert (tmp_path / TRACE).exists()
 
 
+def test_a_window_that_cannot_be_written_at_a_line_is_no_business_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepbusy.recording.windows.LONGEST_OPEN", 10_000_000)
+    run = Run(RunOptions(str(tmp_path)))
+    folder = tmp_path / "gone"
+    window = run.window = Window(folder, closed=run._closed, guarded=run._guarded)
+    window.usual, window.longest = 60_000_000, 10_000_000
+    window.open(7)
+    busy_turn(window)
+    assert not window.is_open
+    assert "Recording failed" in run.notes[-1]
+
+
 def test_where_turns_cease_to_come_before_it_has_settled_it_leaves_nothing(tmp_path: Path) -> None:
     """As where a program has trained, and goes on without steps."""
     window = Window(tmp_path)

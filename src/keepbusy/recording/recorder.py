@@ -97,7 +97,9 @@ class Run:
         self.is_going_on = False
         self._has_left = False  # all that there is
         self.notes: list[str] = []
-        self.window = self._first = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory)
+        self.window = self._first = Window(
+            self.folder, brief=True, closed=self._closed, memory=self.options.memory, guarded=self._guarded
+        )
         self._earlier = self._first  # what there is until another first one has seen something
         self.marks = Marks(self._on_step, live=self.folder / LIVE if options.live else None)
         self.others = OtherProfilers(self._make_way)
@@ -389,7 +391,9 @@ class Run:
     def _add_window(self, occasion: Occasion, brief: bool) -> None:
         folder = self.folder / str(2 + len(self._further))
         folder.mkdir()
-        self.window = Window(folder, occasion.turns, self.clock, brief, self._closed, self.options.memory)
+        self.window = Window(
+            folder, occasion.turns, self.clock, brief, self._closed, self.options.memory, guarded=self._guarded
+        )
         self.window.usual = occasion.usual
         if self._first.was_open:
             self.window.longest = self._first.open_for()
@@ -430,7 +434,14 @@ class Run:
         """What an earlier profile of this process has left of CUPTI told nothing. It lets go now, and the next window
         finds it new."""
         libraries = not self._first.is_slow
-        window = Window(self.folder, brief=True, closed=self._closed, memory=self.options.memory, libraries=libraries)
+        window = Window(
+            self.folder,
+            brief=True,
+            closed=self._closed,
+            memory=self.options.memory,
+            libraries=libraries,
+            guarded=self._guarded,
+        )
         window.cost = self._first.cost
         self._earlier = self._first if self._first.ticks else self._earlier
         self.window = self._first = window

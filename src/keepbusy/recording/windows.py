@@ -30,7 +30,7 @@ from keepbusy.recording.line_log import Ask, Log, follower
 from keepbusy.recording.run_counters import COLLECTOR
 from keepbusy.recording.step_clock import Marks
 from keepbusy.recording.turn_times import StepLooks, Steps, changed_at, differs, mean, rare_stalls, trimmed
-from keepbusy.timeline.files import replacing, write_whole
+from keepbusy.timeline.files import write_whole
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, RareStall
 from keepbusy.traces.kineto_names import DEVICE_ROWS
@@ -83,10 +83,12 @@ class Window:
         closed: Callable[[], object] | None = None,
         memory: bool = False,
         libraries: bool = True,
+        guarded: Callable[[Callable[[], object]], object] = lambda act: act(),
     ) -> None:
         """`brief`: two whole turns are enough where they take long, as one is like the other. `closed` is called where
         it has closed within a turn. `memory`: what is taken of the device's, and given back, is noted, too.
-        `libraries`: their lines are followed as the program's own."""
+        `libraries`: their lines are followed as the program's own. `guarded` calls what is done at a line of the
+        program, which no fault of ours may reach."""
         self.folder, self.clock = folder, clock
         self.is_brief = brief
         self.usual = 0
@@ -110,7 +112,7 @@ class Window:
         self._log = Log(clock, libraries)
         self._ask = Ask(1 << 62, self._is_asked)
         self._follower = follower(self._log, self._ask)
-        self._closed, self._memory = closed, memory
+        self._closed, self._guarded, self._memory = closed, guarded, memory
         self._profile: Any = None
         self._opened = self._thread = self._count = self._worked = self._allocated = self._of_a_turn = 0
 
@@ -170,7 +172,7 @@ class Window:
             self._ask.at = self.clock() + NEXT_ASK
             return
         self._ask.at = self.clock() + NEXT_ASK
-        self._cut_and_tell()
+        self._guarded(self._cut_and_tell)
 
     def _end_with_thread(self) -> None:
         """One that ends before its window would take the process down: PyTorch's profiler is the thread's."""
@@ -234,9 +236,10 @@ class Window:
         self._profile.__exit__(None, None, None)
         results, self._profile = self._profile.kineto_results, None
         if self.ticks:
-            with replacing(self.folder / TRACE, durable=False) as file:
-                results.save(file.name)
-                self._log.record().save(self.folder / LINES)
+            written = self.folder / f"{TRACE}.written"  # Kineto writes another file and renames it, so no lock holds
+            results.save(str(written))
+            self._log.record().save(self.folder / LINES)
+            written.replace(self.folder / TRACE)
             self.is_blind = allocations_so_far() > self._allocated and not _tells_of_the_device(self.folder / TRACE)
         self._log = Log(self.clock)  # what was in it is no longer needed
         self.cost += self.clock() - began
