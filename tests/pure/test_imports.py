@@ -158,11 +158,11 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 702,
-    "timeline": 3068,
+    "timeline": 3069,
     "traces": 2392,
-    "instrument": 2928,
-    "recording": 4072,
-    "virtual": 9045,
+    "instrument": 2930,
+    "recording": 4086,
+    "virtual": 9056,
     "explain": 4787,
     "report": 3483,
     "runtime": 6521,

@@ -292,12 +292,6 @@ op(9)
     assert steps(program, text) == ("train.py:1", [26] * 19)
 
 
-def test_without_steps_or_a_loop_that_was_counted_the_script_is_one_turn(program: Program) -> None:
-    program.run("for i in range(50):\n    op(10, 5)\n    if i % 5 == 4:\n        op(10, 5, wait=True)\nop(9)\n")
-    whole = whole_steps(program.told().change_facts(virtual=True))
-    assert whole.facts.one_turn != COUNTS
-
-
 def test_a_loop_that_only_computes_is_let_go_of(program: Program) -> None:
     """Nobody wants its turns, and each would cost something."""
     run = program.run("""\

@@ -17,7 +17,6 @@ from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import CutShort, PlainRun, RunFacts, WindowReason
 from keepbusy.timeline.steps import (
     by_pattern,
-    comes_again,
     period,
     repetition,
     sample,
@@ -340,15 +339,24 @@ def products(run: Run, count: int) -> Run:
 def test_turns_to_warm_up_are_not_what_a_script_is_about(after: int) -> None:
     """Twenty products, a copy that holds all up, and then perhaps more of the same."""
     script = products(products(Run.of(), 20).sync().copy(64 * MB, 8_000), after).launch(kernel=700, name="sum").sync()
-    assert not comes_again(by_pattern(script.timeline()))
     whole = whole_steps(script.timeline(virtual=True))
     assert whole.facts.one_turn
     assert launches(whole) == 22 + after
 
 
+def test_what_computes_nothing_has_no_steps() -> None:
+    script = Run.of()
+    for _ in range(20):
+        script.work(100).copy(MB, 1_000)
+    assert not whole_steps(script.timeline()).facts.one_turn
+    assert whole_steps(script.timeline(virtual=True)).facts.one_turn
+
+
 def test_waits_before_the_turns_do_not_make_a_script_of_a_loop() -> None:
     script = products(Run.of().copy(64 * MB, 18_000), 20).sync().launch(kernel=10, name="sum").sync()
-    assert comes_again(by_pattern(script.timeline()))
+    whole = whole_steps(script.timeline(virtual=True))
+    assert not whole.facts.one_turn
+    assert steps_of(whole) > 10
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(4, 10))

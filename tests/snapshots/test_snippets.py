@@ -18,7 +18,7 @@ NAMED = {
     "cpu_copy": "kept.append(y.cpu())",
     "empty_cache": "torch.cuda.empty_cache()",
     "made_on_the_host": 'noise = torch.randn(4096, 4096).to("cuda")',
-    "nonzero": "kinds = y.unique()",
+    "nonzero": "places = (y > 0).nonzero()",
     "one_stream": 'x = batch.to("cuda", non_blocking=True)',
     "pageable_copy": 'y = x.to("cuda", non_blocking=True)',
 }

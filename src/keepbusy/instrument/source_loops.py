@@ -183,6 +183,8 @@ def _parts_of_head(node: Any) -> list[Any]:
         return [node.iter]
     if isinstance(node, ast.If | ast.While):
         return [node.test]
+    if isinstance(node, ast.With | ast.AsyncWith):
+        return [one.context_expr for one in node.items]
     return [] if hasattr(node, "body") else [node]
 
 

@@ -58,9 +58,9 @@ def render_full(
     wrap: bool = True,
 ) -> str:
     """The full report as text. Without `wrap` no line is broken."""
-    return laid_out(
-        parts(diagnosis, width, colour, commands), width if wrap else WITHOUT_END, colour, unicode, links=wrap
-    )
+    sheet = width if wrap else WITHOUT_END
+    text = laid_out(parts(diagnosis, width, colour, commands), sheet, colour, unicode, links=wrap)
+    return text.replace(" per iteration", "") if diagnosis.one_turn else text
 
 
 def parts(

@@ -34,8 +34,9 @@ LEAVES_LOOP = 4
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
     timeline = turns_alone(timeline)
-    if not len(timeline.marks) and not timeline.facts.virtual:  # of a virtual run the turns of its loops are known
-        timeline = by_pattern(timeline)
+    if not len(timeline.marks):
+        guessed = by_pattern(timeline)
+        timeline = guessed if not timeline.facts.virtual or comes_again(guessed) else timeline
     marks = [timeline.marks_of(rank) for rank in timeline.ranks]
     count = min(map(len, marks))
     if timeline.facts.plain_runs:  # ranks that were recorded live begin with the same step: one may be recorded longer
@@ -326,7 +327,7 @@ def comes_again(timeline: Timeline) -> bool:
     marks = timeline.marks_of(timeline.ranks[0])
     kernels = (timeline.spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0])
     if len(marks) < 2 or not kernels.any():
-        return True
+        return len(marks) < 2 or not timeline.facts.virtual  # what computes nothing sets something up
     row, gap, lasted = _waits_for_kernels(timeline)
     turn = np.searchsorted(marks, row, side="right") - 1
     waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))

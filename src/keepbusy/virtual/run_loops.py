@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import USER, holds_loop, kind_of
+from keepbusy.instrument.lines import TORCH, USER, holds_loop, kind_of
 from keepbusy.instrument.loop_tree import (
     RECORDED_AT_MOST,
     BusyLoop,
@@ -303,8 +303,12 @@ def _with_marks(
     """With its steps at the turns of the loop that trains, and turns of others. Without a step of the program's own it
     is explained whole where there are few turns, or most of the waiting was done before they were alike."""
     marked = _marked(timeline, lane, trains)
-    if not is_marked and not _is_about(trains, marked, by_pattern(timeline)):
-        return timeline
+    if not is_marked:
+        guessed = by_pattern(timeline)
+        if not _is_about(trains, marked, guessed):
+            return timeline
+        if abs(len(guessed.marks_of(guessed.ranks[0])) - len(trains.ends)) <= 2:  # as often, and begun where it waits
+            marked = guessed.change_facts(loop=trains.place)
     worth = {one.nest for one in worth_a_look(loops)}
     further = [_window(timeline, lane, one) for one in loops_beside(trains, loops) if one.nest in worth]
     return marked.change(further=tuple(one for one in further if one is not None))
@@ -369,8 +373,8 @@ def _seen_in_each_turn(
             for loop in sources.around(looks.codes[code], line):
                 for statement in {one for one in loop.certain if line in one}:
                     calls[Line(code, loop.first)][statement].append(number)
-            if not sources.is_certain(looks.codes[code], line):  # who called it may do so without this call
-                break
+            if looks.kinds[code] != TORCH and not sources.is_certain(looks.codes[code], line):
+                break  # who called it may do so without this call
     sure = set[Line]()
     for place, found in ends.items():
         turns = [np.searchsorted(found, np.flatnonzero(np.isin(chain, one)), "right") for one in calls[place].values()]

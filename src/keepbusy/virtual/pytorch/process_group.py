@@ -50,24 +50,26 @@ def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int
 # What a collective leaves in the program's hands until somebody waits for it.
 
 
+def _hold_up(device: int, moment: Moment | None, blocks: bool) -> None:
+    """What the program launches next on that device comes after the moment; `blocks`: the host waits for it, too."""
+    if moment is None:
+        return
+    if blocks:
+        with DeviceCall("gloo:wait"):
+            MACHINE.clock.sync_moment(moment)
+    MACHINE.clock.wait(MACHINE.stream(device), moment)
+
+
 class Handle(Work):
     """A collective on its way. Who waits for NCCL makes the current stream wait, and the host goes on; who waits for
-    gloo waits himself."""
+    gloo makes the host wait."""
 
     def __init__(self, result: Any, device: int = -1, moment: Moment | None = None, blocks: bool = False) -> None:
         super().__init__()
-        self.device, self.moment, self._blocks = device, moment, blocks
+        self.moment = moment
+        self._hold_up = partial(_hold_up, device, moment, blocks)  # which does not hold this, nor the result
         self.future = _Future(self._hold_up)
         self.future.set_result(result)
-
-    def _hold_up(self) -> None:
-        """What the program launches next on that device comes after the moment."""
-        if self.moment is None:
-            return
-        if self._blocks:
-            with DeviceCall("gloo:wait"):
-                MACHINE.clock.sync_moment(self.moment)
-        MACHINE.clock.wait(MACHINE.stream(self.device), self.moment)
 
     def wait(self, timeout: Any = None) -> bool:
         self._hold_up()
@@ -328,7 +330,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It is gone once it is under way, whenever the peer asks for it; what it must know goes with it."""
-        self._refuse_messages(tensors)
+        if self._stays_on_host(tensors):
+            return self.gloo.send(tensors, peer, tag)
+        self._refuse_messages()
 
         def post(ones: list[Tensor]) -> None:
             for one in ones:
@@ -342,12 +346,13 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._run("send", tensors, [tensors], post, meet, peer=peer, agree=agree)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        self._refuse_messages(tensors)
+        if not self._stays_on_host(tensors):
+            self._refuse_messages()
         return self.gloo.recv_anysource(tensors, tag)
 
-    def _refuse_messages(self, tensors: list[Tensor]) -> None:
+    def _refuse_messages(self) -> None:
         """Gloo hands the device's address to the network, which refuses it."""
-        if self._by_host and any(one.is_cuda for one in tensors):
+        if self._by_host:
             raise RuntimeError(
                 "writev: Bad address (gloo sends no tensors of a GPU; send a copy on the CPU, or use nccl)"
             )
@@ -359,7 +364,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
         """It waits, on the device, for whoever sends."""
-        self._refuse_messages(tensors)
+        if self._stays_on_host(tensors):
+            return self.gloo.recv(tensors, peer, tag)
+        self._refuse_messages()
 
         def hear(_mine: int, beside: int) -> int:
             told = _number(0)
