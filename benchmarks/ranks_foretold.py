@@ -45,7 +45,7 @@ def main() -> None:
             blamed = [cause["cause"] for cause in stalled["causes"] if cause["cause"] != "launch_bound"]
             print(f"{name}: {stalled['plain_step']:.2f} ms, blamed: {', '.join(blamed) or 'nobody'}", flush=True)
             continue
-        fixes = {fix["fix"]: fix["step"] for fix in stalled["plan"]}  # of some the plan alone foretells what they gain
+        fixes = {fix["fix"]: fix["predicted"]["after"] for fix in stalled["plan"]}
         foretold = fixes.get(PLANTED[name].get("fix"), stalled["predicted_step"])
         error = abs(foretold - fixed["plain_step"]) / stalled["plain_step"]
         print(
@@ -54,7 +54,7 @@ def main() -> None:
             flush=True,
         )
         for fix in stalled["plan"]:
-            print(f"  {fix['fix']} at {', '.join(fix['where'][:2])}: {fix['step']:.2f} ms", flush=True)
+            print(f"  {fix['fix']} at {', '.join(fix['where'][:2])}: {fix['predicted']['after']:.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def told(found: dict, out: Path) -> str:
         return "\n".join([*lines, f"  {said.stderr.strip()}"])
     report = json.loads(said.stdout)
     lines += [f"  {one['cause']} {one['where']}: {report['plain_step']} -> {one['predicted_step']} ms" for one in report["causes"]]
-    lines += [f"  plan: {fix['fix']} {fix['where'][:1]}: {fix['step']} ms, run {fix['run']} s" for fix in report["plan"]]
+    lines += [f"  plan: {fix['fix']} {fix['where'][:1]}: {fix['predicted']['after']} ms, run {fix['run']}" for fix in report["plan"]]
     return "\n".join(lines)
 
 

@@ -41,7 +41,7 @@ def test_a_comparison_keeps_to_the_schema(before: str, after: str) -> None:
 
 def test_what_the_scorer_reads_is_there() -> None:
     said = json.loads(as_json.render(STALLED))
-    assert said["version"] == 1
+    assert said["version"] == 2
     assert said["plain_step"] == 31.3
     assert sum(said["ledger"].values()) == pytest.approx(said["plain_step"])
     assert {key: said["causes"][0][key] for key in ("cause", "wait", "where", "predicted_step", "remedy")} == {

@@ -155,7 +155,9 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.ranks > 1 and not options.alike:
         sys.exit(program.launch(options.ranks, _command(options)))
     program.meet()  # before any rank ends: what nobody has entered is stale
-    if not options.quiet and program.rank() == 0:  # a verb that starts a run asks for a quiet one
+    if (
+        options.text is None and not options.quiet and program.rank() == 0
+    ):  # a verb that starts a run asks for a quiet one
         hint_at_own_options(options, add_arguments)
     streams = program.StandardStreams()
     if real:
@@ -396,10 +398,12 @@ def _commands(options: argparse.Namespace, is_last: bool) -> Commands:
     script = [*(["-m"] if options.module else []), options.script, *options.arguments]
     device = ["--on", options.on] if options.on != "auto" else []
     kept = [str(options.save)] if options.save else []
-    can_show = bool(kept) or is_last
+    can_show, is_file = bool(kept) or is_last, options.text is None
     return Commands(
-        fix_now="" if options.fix else shlex.join(["keepbusy", "run", "--fix", *device, *several, *script]),
-        write_fix=shlex.join(["keepbusy", "fix", *device, *several, *script]),
+        fix_now=""
+        if options.fix or not is_file
+        else shlex.join(["keepbusy", "run", "--fix", *device, *several, *script]),
+        write_fix=shlex.join(["keepbusy", "fix", *device, *several, *script]) if is_file else "",
         page=shlex.join(["keepbusy", "show", *kept]) if can_show else "",
         full=shlex.join(["keepbusy", "explain", *kept, "--full"])
         if can_show

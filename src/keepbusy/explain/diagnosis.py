@@ -216,6 +216,7 @@ class PlannedFix:
     advice: str = ""
     code: str = ""
     api: str = ""
+    blockers: tuple[Where, ...] = ()  # lines that stand in the way of a better fix, such as reads within a graph
     edit: Edit | None = field(default=None, compare=False, repr=False)  # what it changes in the turns explained
     reason: str = ""  # a sentence with its figures, where only the plan tells why
     loop: str = ""  # of another loop than that of the steps: where it stands

@@ -304,8 +304,8 @@ def _generality(some: Fixes) -> int:
 def planned_fix(
     remedy: Remedy, where: Sequence[Where], causes: tuple[str, ...], gain: int, predicted: Prediction, **more: Any
 ) -> PlannedFix:
-    told: dict[str, Any] = {"alone": gain, "advice": remedy.advice, "code": remedy.code, "api": remedy.api}
-    return PlannedFix(remedy.fix, tuple(where), causes, gain, predicted, **(told | more))
+    told: dict[str, Any] = {"alone": gain, **remedy._asdict()}
+    return PlannedFix(where=tuple(where), causes=causes, gain=gain, predicted=predicted, **(told | more))
 
 
 def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:

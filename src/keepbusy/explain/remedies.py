@@ -28,6 +28,7 @@ class Remedy(NamedTuple):
     advice: str
     code: str = ""
     api: str = ""
+    blockers: tuple[Where, ...] = ()  # lines that stand in the way of a better fix
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
@@ -84,7 +85,7 @@ def _of_launches(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["compiled_among_ranks"]
     compiled, waits = PARTICULAR["compiled"], np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
     if len(np.unique(scene.last_launch[waits])) > scene.steps:  # one place of waiting a step may be its end
-        return compiled._replace(advice=f"{compiled.advice} {_waits_in_the_middle(seen, waits)}")
+        return _with_waits_in_the_middle(compiled, seen, waits)
     if _launches_differ(scene):
         return compiled._replace(advice=f"{compiled.advice} its steps differ in what they launch.")
     operators = scene.timeline.frames.kind == FrameKind.OPERATOR
@@ -92,14 +93,15 @@ def _of_launches(seen: PlacedCause) -> Remedy | None:
     return None if trains else PARTICULAR["inference_captured"]
 
 
-def _waits_in_the_middle(seen: PlacedCause, waits: Ints) -> str:
+def _with_waits_in_the_middle(compiled: Remedy, seen: PlacedCause, waits: Ints) -> Remedy:
     """Where nothing may wait if a graph is to hold the step, and what does away with the wait there."""
     places = by_place(seen.scene, waits)
-    where = max(places, key=lambda place: len(places[place]))
+    where, *others = sorted(places, key=lambda place: -len(places[place]))
     often = times(len(places[where]) / seen.scene.steps / len(seen.scene.timeline.ranks))
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    more = f" and {len(others)} more" if others else ""
     remedy = _of_a_sync(seen._replace(where=where, rows=places[where])) or REMEDIES["host_sync"]
-    return f"it reads GPU values in its middle ({often} at {where}{more}). At those lines: {remedy.advice}"
+    why = f"it reads GPU values in its middle ({often} at {where}{more}). At those lines: {remedy.advice}"
+    return compiled._replace(advice=f"{compiled.advice} {why}", blockers=(where, *others))
 
 
 def _launches_differ(scene: Scene) -> bool:

@@ -11,12 +11,15 @@ from typing import Any
 
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, RareStep, Where
-from keepbusy.report.run_report import called_at, where_of
+from keepbusy.report import verdict, words
+from keepbusy.report.run_report import PlanRow, called_at, planned_rows, where_of
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun, RareStall
 
-VERSION = 1
+VERSION = 2
+"""2: the verdict comes first, and a fix of the plan has its `name`, `code`, `predicted`, `run` and `blockers`."""
+COMPARISON_VERSION = 1
 
 
 def render(diagnosis: Diagnosis) -> str:
@@ -31,6 +34,8 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
     later = diagnosis.later
     return {
         "version": VERSION,
+        "verdict": verdict.statement(diagnosis),
+        "plan": planned(diagnosis),
         "plain_step": milliseconds(diagnosis.plain_step),
         "plain_given": diagnosis.plain_given,
         "traced_step": milliseconds(diagnosis.traced_step),
@@ -53,7 +58,6 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "fixed": list(diagnosis.fixed),
         **_predicted(diagnosis.predicted),
         "notes": list(diagnosis.notes),
-        "plan": planned(diagnosis),
         "run": run_as_json(diagnosis.run),
         "loops": [
             {"where": one.place, "turns": one.turns or None, "diagnosis": as_object(one.diagnosis)}
@@ -139,29 +143,39 @@ def _cause(cause: Cause) -> dict[str, Any]:
 
 
 def planned(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """The plan: `step` in milliseconds, `run` in seconds, each as it stands after all fixes so far."""
-    rows, saved = list[dict[str, Any]](), 0
-    for one in diagnosis.plan:
-        saved += max(0, one.run_gain)
-        known = diagnosis.run is not None and one.run_gain != NONE
-        run = round(max(0, diagnosis.run.time - saved) / 1e9, 3) if diagnosis.run is not None and known else None
-        rows.append(_fix(one, run))
-    return rows
+    """The plan: iterations in milliseconds, the run in seconds, before and after each fix."""
+    rows = {row.fix.named: row for row in planned_rows(diagnosis)}
+    return [_fix(fix, rows.get(fix.named)) for fix in diagnosis.plan]
 
 
-def _fix(one: PlannedFix, run: float | None) -> dict[str, Any]:
+def _fix(fix: PlannedFix, row: PlanRow | None) -> dict[str, Any]:
+    """`row`: where it is listed in reports; else it saves too little of the run."""
+    predicted, before = fix.predicted, fix.predicted.step + fix.gain
+    after, low, high = (
+        (predicted.step, predicted.low, predicted.high) if row is None else (row.after, row.low, row.high)
+    )
+    is_run_known = row is not None and row.run_after != NONE
     return {
-        "fix": one.fix,
-        "where": [str(place) for place in one.where],
-        "causes": list(one.causes),
-        **_times(one, "gain", "alone"),
-        **_times(one.predicted, "step", "low", "high"),
-        "run": run,
-        "needs": list(one.needs),
-        "instead": list(one.instead),
-        "remedy": one.api,
-        "loop": one.loop,
-        "every": _count(one.every),
+        "fix": fix.fix,
+        "name": words.fix(fix.fix),
+        "where": [str(place) for place in fix.where],
+        "code": fix.code,
+        "predicted": {
+            "before": milliseconds(before),
+            "after": milliseconds(after),
+            "low": milliseconds(low),
+            "high": milliseconds(high),
+        },
+        "run": {"before": _seconds(row.run_before), "after": _seconds(row.run_after)} if row and is_run_known else None,
+        "blockers": [str(place) for place in fix.blockers],
+        "is_listed": row is not None,
+        "causes": list(fix.causes),
+        **_times(fix, "gain", "alone"),
+        "needs": list(fix.needs),
+        "instead": list(fix.instead),
+        "remedy": fix.api,
+        "loop": fix.loop,
+        "every": _count(fix.every),
     }
 
 
@@ -261,7 +275,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
 def _comparison(comparison: Comparison) -> dict[str, Any]:
     run = comparison.run
     return {
-        "version": VERSION,
+        "version": COMPARISON_VERSION,
         "before": _side(comparison.before, comparison.runs[0]),
         "after": _side(comparison.after, comparison.runs[1]),
         "step": _change(comparison.step),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import NamedTuple
 
@@ -76,7 +77,8 @@ def cut_short(diagnosis: Diagnosis, width: int) -> list[Text]:
 def header(diagnosis: Diagnosis, width: int) -> Text:
     """`keepbusy · train.py · NVIDIA H100 · 19.4 s, 1,200 iterations of train.py:670`; without the device if narrow."""
     ranks = len(diagnosis.given)
-    facts = [words.files(diagnosis.sources), tame(diagnosis.device, 40), f"{ranks:,} ranks" if ranks > 1 else ""]
+    device = re.sub(r"[ -]\d+GB\b.*", "", tame(diagnosis.device, 40))  # `NVIDIA H100 80GB HBM3` is an H100 to people
+    facts = [words.files(diagnosis.sources), device, f"{ranks:,} ranks" if ranks > 1 else ""]
     facts.append(_length(diagnosis))
     for dropped in ((), (1,), (1, 2), (0, 1, 2)):
         shown = [fact for number, fact in enumerate(facts) if fact and number not in dropped]
