@@ -108,7 +108,7 @@ def test_limits_and_allowed_places(
 
 def test_a_healthy_loop_passes(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(runs, monkeypatch, "check", "healthy.busy") == 0
-    assert "fine       0 syncs at most in one of " in capsys.readouterr().out
+    assert "fine       0 syncs per step in " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [("check",), ("plan", "--gpus", "2"), ("fix",)])
@@ -152,7 +152,7 @@ def test_a_script_without_steps_counts_as_one(
 def test_junit_and_annotations(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(runs, monkeypatch, "check", "--junit", "found.xml", "--github", "reads.busy") == 1
     (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("::")]
-    assert line.startswith("::error file=train.py,line=13,title=keepbusy: sync::1 sync a step; ")
+    assert line.startswith("::error file=train.py,line=13,title=keepbusy: sync::1 sync per step; ")
     suite = ET.parse(runs / "found.xml").getroot()[0]
     assert {case.attrib["name"]: [one.tag for one in case] for case in suite} == {
         "syncs": ["failure"],
@@ -173,7 +173,7 @@ def test_editors_and_code_scanning_get_sarif(runs: Path, monkeypatch: pytest.Mon
         assert (one["ruleId"], one["level"]) == ("sync", "note" if allowed else "error")
         assert place["artifactLocation"]["uri"] == f"{runs.name}/train.py"
         assert place["region"] == {"startLine": 13, "snippet": {"text": "total += loss.item()"}}
-        assert one["message"]["text"].startswith("1 sync a step; Python stands there for ")
+        assert one["message"]["text"].startswith("1 sync per step; Python waits there for ")
         said = [{"kind": "external", "justification": "the schedule needs it"}] if allowed else None
         assert one.get("suppressions") == said
 
@@ -181,7 +181,7 @@ def test_editors_and_code_scanning_get_sarif(runs: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("before", "after", "what", "code", "said"),
     [
-        ("healthy", "reads", "new-sync", 1, "new-sync: 1 sync a step at train.py:13 (aten::item), none before.\n"),
+        ("healthy", "reads", "new-sync", 1, "new-sync: 1 sync per step at train.py:13 (aten::item), none before.\n"),
         ("reads", "healthy", "slower,new-sync", 0, ""),
         ("healthy", "slower", "slower,new-sync", 1, "slower: a step took "),
         ("healthy", "healthy", "slower,new-sync", 0, ""),

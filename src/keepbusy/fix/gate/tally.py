@@ -142,7 +142,7 @@ def _stack(timeline: Timeline, row: int) -> Iterator[tuple[str, int, str]]:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """A tally and the limits of a step; a kind without a limit is told and not judged."""
+    """A tally and the limits of a step; a kind without a limit is counted and not judged."""
 
     tally: WaitTally
     limits: Mapping[str, int | None]
@@ -152,15 +152,12 @@ class GateVerdict:
         """The kinds of which there are too many."""
         return [kind for kind, limit in self.limits.items() if limit is not None and self.tally.most(kind) > limit]
 
-    @property
-    def unit(self) -> str:
-        return "the script" if self.tally.one_turn else "a step"
-
     def sentence(self, kind: str) -> str:
         limit, most = self.limits[kind], self.tally.most(kind)
-        allowed = "not limited" if limit is None else f"{limit or 'none'} may be"
-        where = "in the script" if self.tally.one_turn else f"at most in one of {self.tally.steps} steps"
-        return f"{several(most, kind)} {where}, {allowed}"
+        allowed = "no limit" if limit is None else f"limit {limit}"
+        if self.tally.one_turn:
+            return f"{several(most, kind)} in the script ({allowed})"
+        return f"{'up to ' if most else ''}{several(most, kind)} per step in {self.tally.steps} steps ({allowed})"
 
     def blamed(self) -> list[CountedPlace]:
         """Places of the kinds of which there are too many."""
@@ -173,7 +170,7 @@ def text(verdict: GateVerdict) -> str:
     clock = ", modelled clock" if tally.modelled else ""
     lines = [f"keepbusy check · {tally.source} · {tally.device}{clock}", ""]
     for kind in verdict.limits:
-        mark = "too many" if kind in verdict.over else "fine" if verdict.limits[kind] is not None else "told only"
+        mark = "too many" if kind in verdict.over else "fine" if verdict.limits[kind] is not None else "counted"
         lines.append(f"{mark:<11}{verdict.sentence(kind)}")
     blamed = verdict.blamed()
     others = [one for one in tally.places if one not in blamed]
@@ -197,12 +194,12 @@ def _paragraph(verdict: GateVerdict, place: CountedPlace) -> Iterator[str]:
 
 
 def _count(verdict: GateVerdict, place: CountedPlace) -> str:
-    held = f"Python stands there for {duration(place.held // verdict.tally.steps)}"
+    held = f"Python waits there for {duration(place.held // verdict.tally.steps)}"
     if verdict.tally.one_turn:
         return f"{several(place.total, place.kind)} in the script; {held}"
     if place.steps == verdict.tally.steps:
-        return f"{several(place.most, place.kind)} a step; {held} of it"
-    return f"{several(place.most, place.kind)} in {place.steps} of {verdict.tally.steps} steps; {held} a step"
+        return f"{several(place.most, place.kind)} per step; {held}"
+    return f"{several(place.most, place.kind)} in {place.steps} of {verdict.tally.steps} steps; {held} per step"
 
 
 def github(verdict: GateVerdict) -> str:
@@ -226,7 +223,7 @@ def new_waits(before: WaitTally, after: WaitTally) -> list[str]:
         if new > old:
             lines = ", ".join(str(one.where) for one in places)
             told.append(
-                f"{several(new, key[0])} a step at {lines} ({places[0].where.operator}), {old or 'none'} before"
+                f"{several(new, key[0])} per step at {lines} ({places[0].where.operator}), {old or 'none'} before"
             )
     return told
 
