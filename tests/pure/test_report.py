@@ -17,7 +17,7 @@ from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_t
 
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import CAUSES, PLACES, PlannedFix, Where
-from keepbusy.report import terminal, words
+from keepbusy.report import terminal, verdict, words
 from keepbusy.report.exports import CSV_COLUMNS, csv_table, perfetto
 from keepbusy.report.page.contents import words_of
 from keepbusy.report.source import fix_line, source_of
@@ -29,46 +29,48 @@ WIDTHS = (40, 60, 80, 100, 140)
 
 
 def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
-    text = terminal.render_full(STALLED)
+    commands = verdict.Commands(page="keepbusy show run.busy", full="keepbusy explain run.busy --full")
+    text = terminal.render_full(STALLED, commands=commands)
     told = [
-        "keepbusy · images.trace.json.gz · NVIDIA H200 · 4 steps",
-        "A step takes 31.3 ms. The GPU computes for 8.2 ms of it (26%) and waits for 23.0 ms (73%).",
+        "keepbusy · images.trace.json.gz · NVIDIA H200 · 4 iterations recorded",
+        "The GPU is busy 27% of an iteration. Python waits for copies to finish.",
+        "An iteration takes 31.3 ms. The GPU computes for 8.2 ms of it (26%) and is idle for 23.0 ms (73%).",
         "1  blocking copy         20.1 ms  64%",
-        "1  Python waits for a copy, and the GPU does nothing but copy meanwhile · blocking_copy",
-        "31.3 → 8.9 ms, 72% less (8.4–10.1) · the GPU waits 20.1 ms a step for it, 64%",
+        "1  Python waits for copies to finish · blocking_copy",
+        "GPU idle 20.1 ms per iteration (64%) · without it 31.3 → 8.9 ms (8.4–10.1)",
         "train.py:3 · aten::to · torch/nn.py:9",
         "One copy of 154 MB a step from pageable memory takes 20.1 ms.",
         "fix: for batch in keepbusy.prefetch(loader):",
-        "2  Python waits for the GPU, and then the GPU waits for Python · host_sync",
+        "2  Python blocks on the GPU, which then idles · host_sync",
         "about model.py:44 in forward · aten::item",
         "also about model.py:60 in forward (400 µs), between aten::mm and aten::relu (100 µs) and 1 more place",
-        "All of this fixed: 31.3 → 8.6 ms, 73% less (8.2–9.9) · gains below 900 µs are noise",
-        "ignore  host sync at train.py:60 and 1 more place (14 a step) costs nothing here:",
-        "ignore  allocator at train.py:70 (every 48th step) costs nothing here:",
-        "again   keepbusy explain runs/images.trace.json.gz --plain-step 31.3",
+        "All of this fixed: 31.3 → 8.6 ms (8.2–9.9) · noise: ±900 µs",
+        "ignore  host sync at train.py:60 and 1 more place (14 per iteration) costs nothing here:",
+        "ignore  allocator at train.py:70 (every 48th iteration) costs nothing here:",
+        "Look at it  keepbusy show run.busy",
     ]
     places = [" ".join(text.split()).index(" ".join(one.split())) for one in told]
     assert places == sorted(places)
+    assert commands.full not in text
 
 
 def test_a_healthy_run_is_told_so_in_one_sentence() -> None:
     text = terminal.render_full(HEALTHY)
-    assert "Nothing to gain here: the GPU computes 97% of the step" in text
-    assert "fix" not in text.replace("no fix", "")
+    assert "The GPU is busy 97% of an iteration. No fix saves more than the noise (900 µs)." in text
+    assert "fix" not in text.replace("No fix", "")
 
 
 def test_late_ranks_are_named_beside_their_cause() -> None:
     text = terminal.render_full(LATE)
-    assert "4 traces · NVIDIA H200 · 4 ranks · 3 steps" in text
+    assert "4 traces · NVIDIA H200 · 4 ranks · 3 iterations recorded" in text
     assert "Rank 1 arrives 20.3 ms late, and 3 ranks wait for it: host work at train.py:15." in text
     assert "late    Rank 1" in terminal.render_full(replace(LATE, causes=()))
 
 
 def test_without_a_plain_step_the_report_says_what_that_means() -> None:
     text = terminal.render_full(replace(STALLED, plain_given=False, notes=("Time a step and give --plain-step.",)))
-    assert "A step takes 31.3 ms in this trace." in text
+    assert "An iteration takes 31.3 ms in this recording." in text
     assert "note    Time a step and give --plain-step." in text
-    assert text.endswith("again   keepbusy explain runs/images.trace.json.gz")
 
 
 def test_fixing_on_request_names_what_was_asked() -> None:
@@ -87,13 +89,10 @@ def test_fixing_on_request_names_what_was_asked() -> None:
 )
 def test_a_run_that_was_cut_short_is_told_so_first(ended: CutShort, says: str) -> None:
     told = replace(STALLED, cut_short=ended, run=Part(RUN, time=ms(40_000)))
-    assert (
-        terminal.render(told)
-        .replace("\n", " ")
-        .startswith(f"{says} No advice below is based on what it left unfinished. keepbusy")
-    )
-    assert words_of(told, "train.py")["headline"].startswith(says)
-    assert terminal.render(STALLED).startswith("keepbusy")
+    for render in (verdict.render, terminal.render_full):
+        assert render(told).startswith(f"{says}\nkeepbusy")
+        assert render(STALLED).startswith("keepbusy")
+    assert words_of(told, "train.py")["analyses"][0]["statement"].startswith(says)
     assert compare(STALLED, told).notes == (f"the run after was cut short by {ended.by}",)
 
 
@@ -101,7 +100,7 @@ def test_a_run_that_was_cut_short_is_told_so_first(ended: CutShort, says: str) -
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_than_the_terminal(diagnosis, width: int) -> None:
     lines = terminal.render_full(diagnosis, width).splitlines()
-    pasted = ("again", "more", "   fix: ")
+    pasted = "   fix: "
     assert [line for line in lines if len(line) > width and not line.startswith(pasted)] == []
 
 
@@ -117,32 +116,30 @@ def test_without_wrapping_no_sentence_is_broken() -> None:
     assert f"\n   {long}.\n" in text
 
 
-def test_a_report_that_was_shortened_says_so() -> None:
-    causes = tuple(replace(COPY, cause=cause) for cause in CAUSES[:-1])
-    assert "\nmore    this is shortened to one screen" in terminal.render_full(replace(STALLED, causes=causes))
-    assert "shortened" not in terminal.render_full(STALLED)
-
-
-def test_many_waits_for_launches_are_not_called_nothing_to_gain() -> None:
+def test_many_waits_for_launches_are_not_called_noise() -> None:
     text = terminal.render_full(replace(HEALTHY, ledger={"computing": ms(12.3), "launch_bound": ms(19.0)}))
-    assert "No gain is foretold: the GPU computes 39% of the step and waits 19.0 ms of it (61%) for launches." in text
-    assert "Nothing to gain" not in text
+    assert "The GPU is busy 39% of an iteration. It waits 19.0 ms for launches, and no fix is predicted to save" in text
+    assert "noise" not in text
 
 
-def test_much_that_is_unknown_is_not_called_nothing_to_gain() -> None:
+def test_much_that_is_unknown_is_not_called_noise() -> None:
     text = terminal.render_full(replace(HEALTHY, ledger={"computing": ms(12.3), "unknown": ms(19.0)}))
-    assert "Not explained: the GPU computes 39% of the step and waits 19.0 ms of it (61%)" in text
-    assert "Nothing to gain" not in text
+    assert "It is idle for 19.0 ms for reasons that this recording does not show." in " ".join(text.split())
+    assert "noise" not in text
+
+
+def test_a_cause_that_no_fix_of_the_plan_removes_is_not_called_noise() -> None:
+    assert "The GPU is busy 27% of an iteration. Python waits for copies to finish." in verdict.render(STALLED)
+    assert "No fix saves more than the noise" in verdict.render(replace(STALLED, predicted=predicted(31, 30, 32)))
 
 
 def test_a_remedy_for_work_of_any_kind_has_no_line() -> None:
     assert "fix:" not in terminal.render_full(replace(STALLED, causes=(replace(COPY, remedy="", api=""),)))
 
 
-def test_many_causes_still_fit_one_screen() -> None:
+def test_many_causes_are_all_in_the_full_report() -> None:
     many = replace(STALLED, causes=tuple(replace(COPY, cause=cause) for cause in CAUSES[:-1]))
     text = terminal.render_full(many)
-    assert len(text.splitlines()) <= terminal.HEIGHT
     assert all(f"\n{number}  " in text for number in range(1, len(CAUSES)))
 
 
@@ -170,7 +167,7 @@ def test_ascii_terminals_get_ascii() -> None:
 
 
 def test_an_empty_ledger_is_no_crash() -> None:
-    assert "A step takes 0 ms" in terminal.render_full(replace(HEALTHY, plain_step=0, ledger={}))
+    assert "An iteration takes 0 ms" in terminal.render_full(replace(HEALTHY, plain_step=0, ledger={}))
 
 
 def test_every_place_has_a_look() -> None:
@@ -192,8 +189,8 @@ def test_the_page_counts_places_as_the_report_does() -> None:
     places = tuple(Where("train.py", line, exact=True) for line in range(1, 33))
     fix = PlannedFix("readback", places, ("host_sync",), ms(2), predicted(29, 28, 30), ms(2))
     told = replace(STALLED, plan=(fix,))
-    assert "train.py:1, train.py:2 and 30 more" in terminal.render(told)
-    [on_page] = words_of(told, "train.py")["told"][0]["plan"]
+    assert "train.py:1, train.py:2 and 30 more" in terminal.render_full(told)
+    [on_page] = words_of(told, "train.py")["analyses"][0]["plan"]
     assert ([place["text"] for place in on_page["where"]], on_page["more"]) == (["train.py:1", "train.py:2"], 30)
 
 
@@ -260,8 +257,8 @@ def test_two_times_share_a_unit() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (100, 28, "72% less"),
-        (100, 112, "12% more"),
+        (100, 28, "72% shorter"),
+        (100, 112, "12% longer"),
         (100, 100, "the same"),
         (100, 301, "3.0× as long"),
         (0, 5, "the same"),

@@ -1,8 +1,8 @@
 """Say what changed between two runs, cause by cause.
 
-A and B are each a saved run.busy, a trace, a folder of traces, a quoted pattern ('before/rank*.json.gz'),
-or several of these with commas between them. Several saved runs are runs of the same program: what they differ
-by is noise.
+A and B are each a saved run.busy, a trace, a folder of traces or a quoted pattern ('before/rank*.json.gz').
+Several of them have commas between them. Several saved runs are runs of the same program: their differences
+are noise.
 """
 
 from __future__ import annotations

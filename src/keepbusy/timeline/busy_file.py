@@ -240,7 +240,7 @@ def _check(timeline: Timeline) -> None:
     spans, links, frames, meetings = timeline.spans, timeline.links, timeline.frames, timeline.meetings
     lanes, names = len(timeline.lanes), len(timeline.names)
     if lanes > _SPARE_LANES + len(spans):
-        raise ValueError(f"{lanes} lanes of {len(spans)} spans")
+        raise ValueError(f"{lanes} threads and streams, but {len(spans)} spans")
     sizes = {"lanes": lanes, "names": names, "spans": len(spans), "frames": len(frames), "meetings": len(meetings)}
     for what, numbers, low, high in (
         *_numbering(timeline, sizes),
