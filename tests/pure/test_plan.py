@@ -37,7 +37,7 @@ from keepbusy.explain.fix_plan import candidates
 from keepbusy.explain.ledger import Story
 from keepbusy.explain.remedies import PARTICULAR
 from keepbusy.explain.run_plan import CAPTURING, plan_of_run, with_loader
-from keepbusy.report import as_json, run_report, terminal
+from keepbusy.report import as_json, run_report, terminal, verdict
 from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
 from keepbusy.timeline.model import Direction, Lane, Spans, Timeline
@@ -146,8 +146,8 @@ def test_what_saves_nothing_yet_says_with_what_it_does() -> None:
     said = terminal.render_full(told(four_waits), width=160).partition("What to do")[2]
     rows = [one.strip().rpartition("   ")[2] for one in said.splitlines() if one[:1].isdigit()][:4]
     assert rows[:3] == ["only with 2, 3 and 4", "only with 1, 3 and 4", "only with 1, 2 and 4"]
-    assert re.match(r"12\.\d → 9\.\d ms a step", rows[3])
-    assert "alone it gains nothing; it goes together with 1, 2 and 3" in said
+    assert re.match(r"12\.\d → 9\.\d ms per iteration", rows[3])
+    assert "alone it saves nothing; it goes together with 1, 2 and 3" in said
 
 
 def test_of_two_fixes_that_are_called_alike_neither_goes_together_with_itself() -> None:
@@ -156,7 +156,7 @@ def test_of_two_fixes_that_are_called_alike_neither_goes_together_with_itself() 
     first, last = replace(found.plan[0], needs=()), found.plan[-1]
     alike = replace(last, fix=first.fix, where=first.where, needs=(first.named,))
     said = terminal.render_full(replace(found, plan=(first, alike)), width=160)
-    assert "alone it gains nothing; it goes together with 1\n" in said
+    assert "alone it saves nothing; it goes together with 1\n" in said
 
 
 def test_what_gains_something_in_a_set_is_not_called_harmless() -> None:
@@ -199,10 +199,10 @@ def test_what_forbids_a_graph_is_named_with_what_does_away_with_it() -> None:
 
     found = told(routed)
     cause = next(one for one in found.causes if one.cause == "launch_bound")
-    assert "in its middle (once a step at moe.py:60 and 1 more)" in cause.advice
+    assert "in its middle (once per iteration at moe.py:60 and 1 more)" in cause.advice
     assert PARTICULAR["keep_shapes"].advice in cause.advice
     text = terminal.render_full(found, width=160)
-    assert text.count(" less (") == len(found.causes) - 1
+    assert text.count(" · without it ") == len(found.causes) - 1
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -256,7 +256,7 @@ def test_a_state_that_is_kept_on_the_host_between_turns_is_told(size: int, said:
         run.copy(size * MB, 9_000, way=Direction.DEVICE_TO_HOST, at=["pool.py(49): main", "aten::to"])
 
     reasons = {fix.reason for fix in told(drawn).plan}
-    assert any("if it is the same data, keep it there" in one for one in reasons) == said
+    assert any("If it is the same data, keep it there" in one for one in reasons) == said
 
 
 def test_a_busy_gpu_has_no_plan() -> None:
@@ -405,13 +405,13 @@ def test_more_workers_come_first_and_gain_what_the_queue_says() -> None:
     assert "num_workers=6" in fix.code
 
 
-def test_workers_without_anything_to_prepare_are_given_a_share() -> None:
+def test_workers_without_data_are_given_a_share() -> None:
     """Twelve at 72 ms a batch would give one each 6 ms. The run waited all the same: ten of them had no file."""
     waits = {"waited": 2_200 * MS, "began": 160 * MS, "in_worker": 72 * MS, "looped": 7_100 * MS, "batches": 170}
     loader = use(workers=12, busy=2, turns=(20 * MS,) * 169, **waits)
     [fix] = with_loader((), [loader], replace(HEALTHY, run=run_of(13_750, 5_600)))
     assert (fix.fix, places(fix), fix.run_gain) == ("share_among_workers", ["train.py:40"], 2_040 * MS)
-    assert "there are 12 workers, 10 of them without anything to prepare, and 16 cores." in fix.reason
+    assert "There are 12 workers, 10 of them without data, and 16 cores." in fix.reason
     assert with_loader((), [replace(loader, busy=12)], replace(HEALTHY, run=run_of(13_750, 5_600))) == ()
     assert replace(loader, busy=-1).idle == 0
 
@@ -478,6 +478,11 @@ def test_a_script_of_which_only_the_tree_is_known_has_its_lines_in_the_plan() ->
     shown = " ".join(terminal.render_full(found).split())
     assert "1 compute it on the GPU at rings.py:23 2.40 → 0 s (0–2.40) · the run 7.00 → 4.60 s" in shown
     assert "in median" in shown
+    assert "iteration" not in shown
+    said = " ".join(verdict.render(found).split())
+    assert "The GPU waits for CPU work. 1 rings.py:23 compute it on the GPU 2.40 → 0 s (0–2.40)" in said
+    assert said.endswith("both: this run 7.00 → 3.75 s")
+    assert verdict.summary(found).headline == "7.00 → 4.60 s for the script"
     facts = RunFacts(source="rings.py", run=run, cut_short=CutShort("ValueError", "rings.py:23"))
     raised = explain(Timeline((Lane(0, None, 0),), (), Spans.of(0), facts=facts))
     assert [places(one) for one in raised.plan] == [["rings.py:37"]]  # no advice is given for the line that raised
@@ -537,7 +542,7 @@ def test_ranks_that_do_not_meet_in_the_loop_of_their_steps_are_uneven_there() ->
 
 
 @pytest.mark.parametrize(("marked_by", "told_so"), [("forward", True), ("optimizer", False)])
-def test_environments_that_are_stepped_one_after_another_could_go_side_by_side(marked_by: str, told_so: bool) -> None:
+def test_environments_that_are_stepped_one_after_another_could_run_as_one_batch(marked_by: str, told_so: bool) -> None:
     """100 iterations of 16 rollouts of 50 turns: each asks the net, and waits for the action. No such loop trains."""
 
     def body(run: Run) -> None:
@@ -553,7 +558,7 @@ def test_environments_that_are_stepped_one_after_another_could_go_side_by_side(m
     marks = PlainRun(marked_by, 80_000, step=2_250 * US, low=1, high=1 << 40)
     found = explained(loop(body, run=run, loop="play.py:8", plain_runs={0: marks}), plain_step=2_250 * US)
     [fix] = [one for one in found.plan if one.fix == "compute_on_gpu"]
-    known = "the 16 of the loop at play.py:6 could go side by side: of 180.0 s at best 11.2 are left."
+    known = "the 16 of the loop at play.py:6 could run as one batch: at best 180.0 → 11.2 s."
     assert fix.reason.endswith(known) == told_so
 
 
@@ -639,9 +644,9 @@ def test_a_stall_that_comes_now_and_then_is_in_the_plan() -> None:
     assert (fix.fix, fix.every, fix.gain) == ("share_among_ranks", 12.0, 75 * MS)
     assert fix.run_gain == 10 * 75 * MS
     text = " ".join(terminal.render_full(replace(stalled(), plan=(fix,), ranks=(0, 1))).split())
-    assert "180 → 105 ms every 12th step" in text
+    assert "180 → 105 ms every 12th iteration" in text
     assert "Rank 0 arrives 150 ms late, and rank 1 waits for it: computing" in text
-    assert "Nothing to gain here" not in text
+    assert "No fix saves more than the noise" not in text
 
 
 def test_a_remedy_of_two_causes_of_a_stall_is_one_change() -> None:
@@ -887,10 +892,10 @@ def test_what_saves_nothing_of_the_run_is_no_row_unless_another_one_needs_it() -
     large = replace(shortened(29, 9), fix="readback", run_gain=9_000 * MS)
     text = " ".join(terminal.render_full(replace(HEALTHY, run=TREE, plan=(small, large))).split())
     assert "1 read the value later" in text
-    assert "1 more would save less than 78.0 ms of this run: drop the synchronization." in text
+    assert "1 more would save less than 78.0 ms of this run: remove the synchronization." in text
     once = replace(small, fix="compile", gain=MS, reason="Compiling takes some 20 s, once.")
     text = " ".join(terminal.render_full(replace(HEALTHY, run=TREE, plan=(once, large))).split())
-    assert "It may take 1.0 ms off each step of a longer run. Compiling takes some 20 s, once." in text
+    assert "In a longer run it may save 1.0 ms per iteration. Compiling takes some 20 s, once." in text
     needed = replace(large, needs=(small.named,))
     assert "more would save" not in terminal.render_full(replace(HEALTHY, run=TREE, plan=(small, needed)))
 
@@ -1074,7 +1079,7 @@ def test_a_loader_that_the_run_waits_for_is_not_said_to_cost_nothing() -> None:
     late = with_loader((), [use(workers=1)], replace(HEALTHY, run=TREE))
     assert without_planned([seen], late) == ()
     assert without_planned([seen], told(two_reads).plan) == (seen,)
-    assert "and there is 1 worker and 16 cores." in late[0].reason
+    assert "There is 1 worker and 16 cores." in late[0].reason
 
 
 def test_what_the_plan_saves_of_a_long_run() -> None:
@@ -1082,13 +1087,12 @@ def test_what_the_plan_saves_of_a_long_run() -> None:
     plan = (replace(shortened(30, 6), run_gain=2_400 * MS),)
     told = replace(HEALTHY, plan=plan, run=TREE, ranks=(0, 1))
     said = run_report.of_a_long_run(told, 50, 2.5)
-    both = "10.0 of its 2 GPUs together; at 2.5 an hour of a GPU that is 25.00."
-    assert said == f"The plan saves 5.0 hours of a run of 50 hours, {both}"
+    assert said == "The plan saves 5.0 of 50 hours, 10.0 hours of 2 GPUs, worth 25.00 at 2.5 per GPU hour."
 
 
 def test_without_the_whole_run_a_step_stands_for_it() -> None:
     told = replace(HEALTHY, plan=(shortened(30, 24),), plain_step=30 * MS)
-    assert run_report.of_a_long_run(told, 10) == "The plan saves 2.0 hours of a run of 10 hours."
+    assert run_report.of_a_long_run(told, 10) == "The plan saves 2.0 of 10 hours."
 
 
 def test_an_empty_plan_saves_nothing_of_any_run() -> None:

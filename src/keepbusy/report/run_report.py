@@ -199,7 +199,7 @@ class PlanRow(NamedTuple):
 def planned_rows(diagnosis: Diagnosis) -> list[PlanRow]:
     """The fixes that are worth a row, in the order in which to make them."""
     worth_it = _worth_a_row(diagnosis)
-    numbers = {fix.named: number for number, fix in enumerate(worth_it, 1)}
+    listed = {fix.named for fix in worth_it}
     rows = list[PlanRow]()
     run_after, not_listed = diagnosis.run.time if diagnosis.run is not None else 0, Counter[str]()
     for fix in diagnosis.plan:
@@ -211,9 +211,9 @@ def planned_rows(diagnosis: Diagnosis) -> list[PlanRow]:
         after, low, high = (time + missing for time in (fix.predicted.step, fix.predicted.low, fix.predicted.high))
         before = after + fix.gain
         partners = ""
-        if fix.needs and all(name in numbers for name in fix.needs):
-            needed = {numbers[name] for name in fix.needs if worth_it[numbers[name] - 1] is not fix}
-            partners = listing([str(number) for number in sorted(needed)])
+        if listed.issuperset(fix.needs):
+            others = [number for number, one in enumerate(worth_it, 1) if one.named in fix.needs and one is not fix]
+            partners = listing([str(number) for number in others])
         is_run_known = diagnosis.run is not None and fix.run_gain != NONE and run_after < diagnosis.run.time
         rows.append(
             PlanRow(
@@ -238,7 +238,9 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         return
     yield line(("What to do", STRONG))
     for number, row in enumerate(rows, 1):
-        yield line(f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row))
+        yield line(
+            f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row, diagnosis.one_turn)
+        )
         for sentence in _said_of(row, diagnosis):
             yield line((sentence, FAINT), indent=3)
     listed = [row.fix for row in rows]
@@ -307,12 +309,13 @@ def _said_of(row: PlanRow, diagnosis: Diagnosis) -> Iterator[str]:
         yield f"alternatively, {tame(words.fix(fix.instead[0]), 80)}"
 
 
-def _after(row: PlanRow) -> list[tuple[str, str] | str]:
+def _after(row: PlanRow, is_script: bool) -> list[tuple[str, str] | str]:
     """An iteration with the fix, and the run with it and all before it."""
     if row.only_with:
         return [(f"only with {row.only_with}", GAIN)]
+    iterations = f" {turns_meant(row.fix)}" if not is_script or row.fix.is_beside_steps else ""
     after: list[tuple[str, str] | str] = [
-        (f"{transition(row.before, row.after)} {turns_meant(row.fix)}", GAIN),
+        (f"{transition(row.before, row.after)}{iterations}", GAIN),
         (f" ({span_of(row.low, row.high, row.before)})", FAINT),
     ]
     if row.run_after != NONE:

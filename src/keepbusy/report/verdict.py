@@ -137,6 +137,7 @@ def _reason(diagnosis: Diagnosis, first: PlannedFix) -> str:
         per = "" if diagnosis.one_turn else " per iteration"
         return f"Python launches {seen.count:,.0f} kernels{per}, and the GPU finishes each before the next arrives."
     sentence = look(cause).sentence if cause else ""
+    sentence = sentence.removesuffix(" in the loop") if diagnosis.one_turn else sentence
     where = f"In the loop at {short_place(Where.of(first.loop.partition(' (')[0]))}: " if first.loop else ""
     return f"{where}{sentence}." if sentence else tame(first.reason)
 
@@ -201,7 +202,7 @@ def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
     of_steps = [row for row in rows if not row.fix.is_beside_steps and not row.only_with]
     together = {1: "", 2: "both: "}.get(len(rows), f"all {len(rows)}: ")
     faster = ""
-    if of_steps and of_steps[-1].after and len(rows) > 1:
+    if of_steps and of_steps[-1].after and len(rows) > 1 and not diagnosis.one_turn:
         factor = of_steps[0].before / of_steps[-1].after
         faster = f"{factor:.1f}x as fast per iteration" if factor >= 1.05 else ""
     run_after = min((row.run_after for row in rows if row.run_after != NONE), default=NONE)
@@ -290,7 +291,11 @@ def summary(diagnosis: Diagnosis) -> Summary:
     if rows and savings[largest] > 0:
         row = rows[largest]
         often = every(row.fix.every, "iteration") if row.fix.every else "per iteration"
-        headline = f"{transition(row.before, row.after)} {'for the script' if diagnosis.one_turn else often}"
+        headline = f"{transition(row.before, row.after)} {often}"
+        if diagnosis.one_turn:
+            is_run_known = row.run_after != NONE
+            before, after = (row.run_before, row.run_after) if is_run_known else (row.before, row.after)
+            headline = f"{transition(before, after)} for the script"
     first = header(diagnosis, WITHOUT_END).plain.removeprefix("keepbusy · ")
     why = f"{run_report.cut_short(diagnosis)} {statement(diagnosis)}".strip()
     return Summary(first, headline, largest, why, items, _total(diagnosis, rows))
