@@ -164,7 +164,7 @@ LINES = {
     "recording": 4086,
     "virtual": 9056,
     "explain": 4787,
-    "report": 3483,
+    "report": 3499,
     "runtime": 6521,
     "cli": 3887,
     "fix": 6962,

@@ -73,6 +73,19 @@ def test_without_a_plain_step_the_report_says_what_that_means() -> None:
     assert "note    Time a step and give --plain-step." in text
 
 
+def test_a_script_is_told_of_no_iteration() -> None:
+    said = {
+        "what": "It waits 4 times per iteration.",
+        "advice": "Read it one iteration later.",
+        "remedy": "value  # read it",
+    }
+    script = replace(STALLED, causes=(replace(COPY, **said),), harmless=(), one_turn=True)
+    text = terminal.render_full(script)
+    assert "From its first launch on, the script takes 31.3 ms." in text
+    assert "It waits 4 times.\n   Read it later.\n" in text
+    assert "iteration" not in text
+
+
 def test_fixing_on_request_names_what_was_asked() -> None:
     text = terminal.render_full(replace(STALLED, fixed=("host_sync", "blocking_copy")))
     assert "With host_sync and blocking_copy fixed: 31.3 → 8.6 ms" in text

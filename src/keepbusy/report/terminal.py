@@ -133,6 +133,7 @@ def _what_it_does(diagnosis: Diagnosis) -> str:
 def _cause(diagnosis: Diagnosis, number: int, cause: Cause, width: int) -> Iterator[RenderableType]:
     """A cause with its code: what happened, what it costs, and what to write instead."""
     step, shown = diagnosis.plain_step, look(cause.cause)
+    said = words.of_a_script if diagnosis.one_turn else str
     per = "" if diagnosis.one_turn else " per iteration"
     idle = f"GPU idle {duration(cause.wait, step)}{per} ({share(cause.wait, step)})"
     yield line((f"{number}  ", f"bold {shown.colour}"), (shown.sentence, STRONG), (f" · {cause.cause}", FAINT))
@@ -143,15 +144,15 @@ def _cause(diagnosis: Diagnosis, number: int, cause: Cause, width: int) -> Itera
     if cause.same_wait_as:
         yield line(_same_wait(diagnosis, cause), indent=3)
     yield _place(cause, width)
-    yield line(tame(cause.what), indent=3)
+    yield line(tame(said(cause.what)), indent=3)
     if others := _other_sites(cause):
         yield line((others, FAINT), indent=3)
     for late in diagnosis.late if cause.cause in run_report.AMONG_RANKS else ():
         yield line(run_report.lateness(late, diagnosis.given), indent=3)
     if cause.advice:
-        yield line(tame(cause.advice), indent=3)
+        yield line(tame(said(cause.advice)), indent=3)
     if code := fix_line(cause):
-        yield unbroken(("   fix: ", FAINT), (code, STRONG))
+        yield unbroken(("   fix: ", FAINT), (said(code), STRONG))
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:

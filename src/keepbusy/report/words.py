@@ -45,6 +45,11 @@ def cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def of_a_script(text: str) -> str:
+    """What is said of an iteration, of a script that has none."""
+    return text.replace(" per iteration", "").replace(" one iteration later", " later")
+
+
 # What causes and fixes are called
 
 
