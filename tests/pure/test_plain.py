@@ -254,7 +254,7 @@ def test_a_part_of_a_step_is_a_sample_of_the_plain_one() -> None:
     assert fix.predicted.low <= 0.1 * said.plain_step
     assert fix.predicted.high > 0.9 * said.plain_step
     assert fix.run_gain == (100 - CAPTURING) * fix.gain  # the first turns are what the graph is made of
-    assert any("Gains are those of the recorded part" in note for note in said.notes)
+    assert any("Savings are estimated from the recorded part" in note for note in said.notes)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_recording_whose_work_is_too_long_is_laid_on_the_step_that_was_measure
     timeline = launch_bound(kernel=60)
     own = explain(timeline.change_facts(plain_step=round(0.7 * MS)))
     assert (own.plain_step, own.plain_given) == (round(0.7 * MS), True)
-    assert any("1.7 times the plain step, more than recording explains" in note for note in own.notes)
+    assert any("1.7 times as long as the plain step, more than recording explains" in note for note in own.notes)
     with pytest.raises(BadInput, match="cannot have a plain step"):
         explain(timeline, plain_step=round(0.7 * MS))
 

@@ -350,13 +350,13 @@ def test_what_was_waited_for_ranks_that_are_not_here_was_recorded_too() -> None:
     assert pace(plain.timeline) == pytest.approx(6_000_000, rel=0.01)
     wire = plain.timeline.spans.work[plain.timeline.spans.kind == Kind.COLLECTIVE]
     assert wire.min() == pytest.approx(200_000, rel=0.1)
-    assert "Other ranks are not in the recording" in explain(first, 6_000_000).notes[0]
+    assert "Other ranks were not recorded" in explain(first, 6_000_000).notes[0]
 
 
 def test_of_some_ranks_it_is_said_what_cannot_be_known() -> None:
     found = explain(steps_of_two(late=2_000).timeline(world=64))
     assert found.late[0].rank == 1
-    assert any("Of the run's 64 ranks 2 are here" in note for note in found.notes)
+    assert any("2 of the run's 64 ranks were recorded." in note for note in found.notes)
 
 
 def tree(turn: int, busy: float) -> Part:
@@ -370,11 +370,11 @@ def test_where_ranks_differ_is_said_of_the_loop() -> None:
     assert list(where_ranks_differ({})) == []
     assert list(where_ranks_differ({0: tree(50_000, 0.5), 1: tree(51_000, 0.52)})) == []
     [slow] = where_ranks_differ({0: tree(50_000, 0.5), 1: tree(51_000, 0.5), 2: tree(70_000, 0.5)})
-    assert slow == "train.py:9: a turn takes rank 2 70.0 ms, and the others 50.0 to 51.0 ms."
+    assert slow == "train.py:9: an iteration takes 70.0 ms on rank 2, and on the others 50.0 to 51.0 ms."
     [long] = where_ranks_differ({0: tree(1_200_000, 0.5), 1: tree(2_500_000, 0.5)})
-    assert long == "train.py:9: a turn takes rank 1 2.50 s, and the other 1.20 s."
+    assert long == "train.py:9: an iteration takes 2.50 s on rank 1, and on the other 1.20 s."
     [late] = where_ranks_differ({0: tree(50_000, 0.9), 1: tree(50_000, 0.5)})
-    assert late.startswith("train.py:9: the GPU of rank 1 is at work for 50% of the time (the other 90%): ")
+    assert late.startswith("train.py:9: the GPU of rank 1 is busy 50% of the time (the other 90%): ")
 
 
 def test_loops_in_no_other_that_take_one_rank_longer_are_uneven() -> None:

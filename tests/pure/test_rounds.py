@@ -111,7 +111,7 @@ def test_of_rounds_nobody_knows_whether_they_need_each_other() -> None:
     assert found.plain_step == near(80 * 3 * 35 + 5 * 129)
     [one] = fixes(found)
     assert (one.fix, [place.library or str(place) for place in one.where]) == ("do_at_once", ["metric.py:8"])
-    assert one.reason.startswith("240 of the 245 launches a step are there, in 80 rounds that do the same. Where")
+    assert one.reason.startswith("240 of the 245 launches per iteration are there, in 80 equal rounds. Where")
     assert one.predicted.step == near(5 * 100 + 80 * 3 * 4, 0.02)
     assert one.predicted.low < one.predicted.step < one.predicted.high
     assert one.predicted.high >= found.plan[0].predicted.step  # where each needs the one before it, it gains nothing
@@ -202,7 +202,7 @@ def together(found: Diagnosis) -> list[PlannedFix]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_parameters_that_are_broadcast_one_by_one_travel_together(ranks: int) -> None:
+def test_parameters_that_are_broadcast_one_by_one_are_sent_together(ranks: int) -> None:
     """As ZeroRedundancyOptimizer does: 60 times 45 µs of the host, and the wire is idle for most of them."""
 
     def body(run: Run) -> None:
@@ -220,7 +220,7 @@ def test_parameters_that_are_broadcast_one_by_one_travel_together(ranks: int) ->
     )
     assert one.predicted.step == near(4 * 500 + 45 + 20 + 60, 0.05)
     assert one.predicted.low < one.predicted.step <= one.predicted.high < found.plain_step
-    assert one.reason.startswith("60 of the 64 launches a step are there, in 60 rounds")
+    assert one.reason.startswith("60 of the 64 launches per iteration are there, in 60 equal rounds.")
 
 
 def test_on_the_wire_many_cost_their_price_once_and_their_bytes() -> None:

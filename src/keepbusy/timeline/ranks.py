@@ -123,12 +123,12 @@ def _difference(loop: Mapping[int, Part]) -> str:
     late = max(turns, key=lambda rank: turns[rank], default=NONE)
     if turns and turns[late] > (1 + RANKS_DIFFER) * median(turns.values()):
         others = _others(turns, late, lambda time: figure(time, turns[late]))
-        return f"an iteration takes rank {late} {duration(turns[late])}, and {others} {unit_of(turns[late])}."
+        return f"an iteration takes {duration(turns[late])} on rank {late}, and on {others} {unit_of(turns[late])}."
     shares = {rank: 100 * part.busy / max(1, part.time) for rank, part in loop.items() if part.busy >= 0}
     idle = min(shares, key=lambda rank: shares[rank], default=NONE)
     if shares and shares[idle] < median(shares.values()) - 100 * RANKS_DIFFER:
         return (
-            f"the GPU of rank {idle} is at work for {shares[idle]:.0f}% of the time "
+            f"the GPU of rank {idle} is busy {shares[idle]:.0f}% of the time "
             f"({_others(shares, idle, '{:.0f}'.format)}%): the others wait for it, or it has less to do."
         )
     return ""
