@@ -154,7 +154,7 @@ def test_where_ranks_differ(warm_python: WarmPython, folder: Path) -> None:
     )
     assert parts(run["run"])["ranks.py:6"]["turns"] == 8
     [differ] = [note for note in run["notes"] if note.startswith("ranks.py:6: ")]
-    assert "the GPU of rank 0 is at work for" in differ
+    assert "the GPU of rank 0 is busy" in differ
 
 
 def test_ranks_that_the_program_spawns_have_a_tree(warm_python: WarmPython, folder: Path) -> None:
