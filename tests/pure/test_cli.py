@@ -21,7 +21,10 @@ from typing import Any
 
 import pytest
 
+import keepbusy
 from keepbusy import cli
+from keepbusy.report import verdict
+from keepbusy.timeline import last_run
 from keepbusy.timeline.files import BadInput
 
 TRACES = Path(__file__).parents[1] / "snapshots" / "traces"
@@ -56,13 +59,14 @@ OLD_NAME = "--mend"
 """Of --what-if: it works and is shown nowhere."""
 FLAGS = {
     "explain": {
-        "files": ("FILE", "+", None),
+        "files": ("FILE", "*", None),
         "--plain-step": ("MS", None, None),
         "--what-if": ("CAUSES", None, ()),
         "--mend": (None, None, ()),
         "--workers": ("N", None, 8),
         "--hours": ("H", None, None),
         "--price": ("P", None, 0.0),
+        "--full": (None, 0, False),
         "--json": (None, 0, False),
         "--timeline": (None, 0, False),
         "--save": ("RUN.busy", None, None),
@@ -85,6 +89,7 @@ FLAGS = {
         "--what-if": ("CAUSES", None, ()),
         "--mend": (None, None, ()),
         "--workers": ("N", None, 8),
+        "--full": (None, 0, False),
         "--json": (None, 0, False),
         "--save": ("RUN.busy", None, None),
         "--quiet": (None, 0, False),
@@ -96,7 +101,7 @@ FLAGS = {
         "program": ("SCRIPT", "A...", None),
     },
     "show": {
-        "files": ("FILE", "+", None),
+        "files": ("FILE", "*", None),
         "--plain-step": ("MS", None, None),
         "--workers": ("N", None, 8),
         "-o --output": ("OUT.html", None, None),
@@ -285,7 +290,8 @@ def test_causes_are_named() -> None:
     ("arguments", "said"),
     [
         (["nonsense"], "invalid choice: 'nonsense'"),
-        (["explain"], "FILE"),
+        (["explain"], "there is no last run"),
+        (["show"], "there is no last run"),
         (["run", "--no-such", "x.py"], "--no-such"),
         (["run"], "SCRIPT"),
         (["explain", "nowhere.json"], "nowhere.json: there is no such file or folder."),
@@ -317,6 +323,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if "TRACE" in arguments or {"a.busy", "empty.json", "text.json.gz"} & set(arguments):
         (tmp_path / "empty.json").write_bytes(b"")
         (tmp_path / "text.json.gz").write_text("no gzip")
@@ -407,8 +414,37 @@ def test_explain_prints_a_report(trace: str, capsys: pytest.CaptureFixture[str])
     code, out, error = ask(capsys, "explain", trace, *PLAIN)
     assert (code, error) == (0, "")
     assert out.startswith("keepbusy · run.trace.json.gz · NVIDIA H200")
-    assert "A step takes 31.3 ms." in out
-    assert out.endswith("again   keepbusy explain run.trace.json.gz --plain-step 31.336\n")
+    assert "The GPU is busy 25% of an iteration. Python waits for copies to finish." in out
+    assert out.endswith("Look at it  keepbusy show run.trace.json.gz --plain-step 31.336\nMore        add --full\n")
+    assert out.count("\n") <= verdict.HEIGHT
+
+
+def test_the_whole_report_is_printed_on_request(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, short, _ = ask(capsys, "explain", trace, *PLAIN)
+    code, out, error = ask(capsys, "explain", trace, *PLAIN, "--full")
+    assert (code, error) == (0, "")
+    assert out.splitlines()[:3] == short.splitlines()[:3]
+    assert "An iteration takes 31.3 ms. The GPU computes for 7.9 ms of it (25%)" in " ".join(out.split())
+    assert len(out) > len(short)
+
+
+def test_without_files_the_last_run_is_taken(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert last_run.keep(keepbusy.read([Path(trace)]))
+    _, named, _ = ask(capsys, "explain", trace, "--json")
+    assert json.loads(ask(capsys, "explain", "--json")[1]) == json.loads(named)
+    assert ask(capsys, "show", "--no-open") == (0, "keepbusy.html\n", "")
+    assert last_run.place() == tmp_path / "cache" / "keepbusy" / "last.busy"
+
+
+def test_a_cache_that_cannot_be_written_costs_no_report(
+    trace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not last_run.keep(keepbusy.read([Path(trace)]))
 
 
 def test_a_saved_run_says_the_same_as_its_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -417,7 +453,7 @@ def test_a_saved_run_says_the_same_as_its_trace(trace: str, capsys: pytest.Captu
     code, second, error = ask(capsys, "explain", "run.busy", "--json")
     assert (code, error) == (0, "")
     assert json.loads(first) == json.loads(second)
-    assert ask(capsys, "explain", "run.busy")[1].endswith("again   keepbusy explain run.busy\n")
+    assert ask(capsys, "explain", "run.busy")[1].endswith("Look at it  keepbusy show run.busy   More  add --full\n")
 
 
 def test_another_plain_step_overrides_the_saved_one(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,9 +474,9 @@ def test_compare_a_trace_with_itself(trace: str, capsys: pytest.CaptureFixture[s
     ask(capsys, "explain", trace, "--save", "run.busy")
     code, out, _ = ask(capsys, "compare", trace, "run.busy")
     assert code == 0
-    assert "The step is the same within noise" in out
+    assert "An iteration takes the same time within noise: " in out
     _, out, _ = ask(capsys, "compare", trace, "run.busy", "--page", "changed.html")
-    assert "same within noise" in out
+    assert "same time within noise" in out
     assert Path("changed.html").read_text().count('<script type="application/octet-stream"') == 2
     _, out, _ = ask(capsys, "compare", trace, f"{trace},{trace}", "--json")
     assert {cause["verdict"] for cause in json.loads(out)["causes"]} <= {"unchanged"}

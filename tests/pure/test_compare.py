@@ -30,7 +30,7 @@ def test_a_run_is_the_same_as_itself() -> None:
     done = compare(STALLED, STALLED)
     assert not done.step.significant
     assert {change.verdict for change in done.causes} == {"unchanged"}
-    assert "The step is the same within noise" in render_comparison(done)
+    assert "An iteration takes the same time within noise: 31.3 → 31.3 ms" in render_comparison(done)
 
 
 def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
@@ -42,9 +42,9 @@ def test_what_is_gone_is_said_and_held_against_its_prediction() -> None:
     assert done.predicted == COPY.predicted
     assert done.ledger["blocking_copy"].difference == -ms(20.1)
     text = render_comparison(done)
-    assert "A step takes 31.3 → 10.4 ms, 67% less (noise within a run 1.3 ms)" in text
-    assert "Predicted was 31.3 → 8.9 ms (8.4–10.1)." in text
-    assert "gone       blocking copy · fixing it gains 22.4 → 0 ms · train.py:3" in text
+    assert "An iteration takes 31.3 → 10.4 ms, 67% shorter (noise within a run 1.3 ms)" in text
+    assert "Predicted: 31.3 → 8.9 ms (8.4–10.1)." in text
+    assert "gone       blocking copy · fixing it: 22.4 → 0 ms · train.py:3" in text
 
 
 def test_what_is_new_is_said() -> None:
@@ -107,7 +107,7 @@ def test_a_run_knows_what_its_stretches_took() -> None:
 
 def test_of_two_single_runs_it_is_said_that_runs_may_differ_by_more() -> None:
     done = compare(run_of(150), run_of(136))
-    assert "A step takes 150 → 136 ms, 9% less (noise within a run " in render_comparison(done)
+    assert "An iteration takes 150 → 136 ms, 9% shorter (noise within a run " in render_comparison(done)
     assert "one run each" in done.notes[-1]
     assert "compare a1.busy,a2.busy b1.busy,b2.busy" in done.notes[-1]
     same = compare(run_of(150, is_modelled=True), run_of(136, is_modelled=True))
@@ -125,7 +125,7 @@ def test_what_repeated_runs_differ_by_is_noise() -> None:
     assert (steady.step.before, steady.step.after) == (ms(150), ms(136))
     assert steady.step.significant
     assert steady.step.noise == pytest.approx(ms(2.78 * (2 / 3) ** 0.5), rel=0.01)
-    assert "A step takes 150 → 136 ms, 9% less (noise 2.3 ms, of 3 and 3 runs)" in render_comparison(steady)
+    assert "An iteration takes 150 → 136 ms, 9% shorter (noise 2.3 ms, of 3 and 3 runs)" in render_comparison(steady)
 
 
 def test_one_side_repeated_tells_the_noise_of_both() -> None:
@@ -155,7 +155,7 @@ def test_the_text_fits_its_width(width: int) -> None:
     assert "\x1b[" in render_comparison(compare(STALLED, MENDED), width, colour=True)
 
 
-# what was foretold, and what came
+# what was predicted, and what was measured
 
 READ_LATER = PlannedFix(
     "readback", (Where("train.py", 31, "main"),), ("host_sync",), ms(3.0), predicted(28.3, 28.0, 28.6), ms(2.0), 300
@@ -201,14 +201,14 @@ def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
     assert done.foretold.step == STALLED.plain_step - READ_LATER.gain - FETCH.gain
     text = render_comparison(done)
     assert "made     read the value later at" in text
-    assert "as foretold" in text
-    assert "the run" in text
+    assert "predicted 31.3 → 10.4 ms per iteration (10.0–10.8); measured 10.4 ms: as predicted\n" in text
+    assert "predicted the run 10 → 7.9 µs; measured 8.0 µs\n" in text
 
 
-@pytest.mark.parametrize(("step", "said"), [(4.0, "more gained than foretold"), (25.0, "less gained than foretold")])
-def test_what_did_not_come_as_foretold_is_said(step: float, said: str) -> None:
-    assert said in render_comparison(held((), step))
+@pytest.mark.parametrize(("step", "said"), [(4.0, "faster than predicted"), (25.0, "slower than predicted")])
+def test_a_measurement_outside_the_prediction_is_reported(step: float, said: str) -> None:
+    assert f"measured {step:.1f} ms: {said}\n" in render_comparison(held((), step))
 
 
-def test_without_a_plan_nothing_was_foretold() -> None:
-    assert "foretold" not in render_comparison(compare(STALLED, MENDED))
+def test_without_a_plan_no_fix_was_predicted() -> None:
+    assert "predicted" not in render_comparison(compare(STALLED, MENDED))

@@ -287,5 +287,6 @@ def test_ranks_that_do_the_same_have_nobody_to_blame(program: list) -> None:
 
 def test_how_often_something_comes() -> None:
     assert [times(one) for one in (0.1, 0.6, 0.8, 1.2, 2, 12)] == [
-        *("once in 10 steps", "once in 2 steps", "once a step", "once a step", "twice a step", "12 times a step")
+        *("once in 10 iterations", "once in 2 iterations", "once per iteration", "once per iteration"),
+        *("twice per iteration", "12 times per iteration"),
     ]

@@ -61,7 +61,7 @@ def test_activations_that_the_host_keeps_for_the_backward_pass_are_one_change(pi
     assert fix.predicted.step == near(8_000)
     assert {str(place) for place in fix.where} == {"train.py:9", "train.py:10"}
     assert ("pin_memory=True" in fix.code) == (not pinned)
-    assert fix.reason.startswith("67.1 MB leave the GPU in each step")
+    assert fix.reason.startswith("67.1 MB per step leave the GPU and come back for the backward pass.")
 
 
 def test_what_is_copied_within_a_backward_pass_need_not_have_left() -> None:
@@ -83,7 +83,7 @@ def test_a_blocking_copy_costs_itself_and_the_lead() -> None:
     one = cause(found, "blocking_copy")
     assert one.predicted.step == near(8_000)
     assert (one.fix, one.count, one.where.operator) == ("prefetch", 1.0, "aten::to")
-    assert one.what == "16.8 MB a step are copied while Python waits (once a step)."
+    assert one.what == "16.8 MB per iteration are copied while Python waits (once per iteration)."
     assert found.ledger["blocking_copy"] == near(2_000)
 
 

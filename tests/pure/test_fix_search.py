@@ -87,8 +87,8 @@ def test_the_plan_s_own_fixes_come_first_then_what_may_serve_in_their_place(sear
     found = search(runs)
     found.go()
     assert runs.tried_so_far == [
-        "change 1 of 3, 'give the loader more workers'",
-        "change 2 of 3, 'drop the synchronization'",
+        "change 1 of 3, 'use more loader workers'",
+        "change 2 of 3, 'remove the synchronization'",
         "change 3 of 3, 'use a fused optimizer'",
     ]
     [source] = found.held.values()
@@ -101,20 +101,20 @@ def test_the_plan_s_own_fixes_come_first_then_what_may_serve_in_their_place(sear
 train.py: a step takes 31.3 ms; the plan has 5 fixes
 3 to come
 
-give the loader more workers at train.py:2
+use more loader workers at train.py:2
   gains 5 ms
 
-drop the synchronization at train.py:5
+remove the synchronization at train.py:5
   left out: its weights differ
 
 use a fused optimizer at train.py:3
-  in place of 'capture a CUDA graph' at train.py:4
+  instead of 'capture as a CUDA graph' at train.py:4
   gains 1 ms
 
-capture a CUDA graph at train.py:4
+capture as a CUDA graph at train.py:4
   by hand, since keepbusy cannot change these lines itself: graph()
 
-capture a CUDA graph at train.py:4
+capture as a CUDA graph at train.py:4
   by hand, since keepbusy cannot change these lines itself: graph()
 
 rewrite at train.py:6
@@ -136,10 +136,10 @@ def test_what_was_not_tried_is_named_and_what_holds_stays(search, capsys, ends: 
     assert (
         """
 not tried, since time is over:
-  drop the synchronization at train.py:5, 3.0 ms of a step predicted
-  use a fused optimizer at train.py:4, in place of 'capture a CUDA graph'
+  remove the synchronization at train.py:5, predicted to save 3.0 ms per step
+  use a fused optimizer at train.py:4, instead of 'capture as a CUDA graph'
 
-capture a CUDA graph at train.py:4
+capture as a CUDA graph at train.py:4
   by hand"""
         in capsys.readouterr().out
     )

@@ -166,7 +166,7 @@ LINES = {
     "explain": 4787,
     "report": 3499,
     "runtime": 6521,
-    "cli": 3887,
+    "cli": 3846,
     "fix": 6962,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
@@ -257,7 +257,7 @@ def test_public_names_are_few_and_resolve() -> None:
     pytest.importorskip("torch.distributed")  # a folder of tests is called torch, too
     import keepbusy
 
-    assert len(keepbusy.__all__) <= 16
+    assert len(keepbusy.__all__) <= 17
     assert [name for name in keepbusy.__all__ if not hasattr(keepbusy, name)] == []
     with pytest.raises(AttributeError, match="nonsense"):
         keepbusy.nonsense  # noqa: B018

@@ -27,7 +27,7 @@ def shown(figures: Figures | None = FIGURES, diagnosis=None, now: int = NOW, wid
 
 def test_it_tells_the_step_the_lead_and_later_the_worst_line() -> None:
     assert shown() == "keepbusy · step 1240 · 25.0 ms (24.1–26.3) · lead 3.2 ms"
-    assert shown(diagnosis=STALLED).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms a step")
+    assert shown(diagnosis=STALLED).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms per step")
     assert shown(diagnosis=HEALTHY).endswith(" · GPU computes 97%")
 
 
@@ -46,7 +46,7 @@ def test_it_tells_no_more_than_is_known(figures: Figures | None, says: str) -> N
 
 def test_a_step_that_does_not_end_is_told() -> None:
     late = 10**12 + 12 * 10**9
-    assert shown(now=late) == "keepbusy · step 1240 · the next one takes 12.00 s so far, instead of 25.0 ms"
+    assert shown(now=late) == "keepbusy · step 1240 · the next step takes 12.00 s so far, instead of 25.0 ms"
     assert "25.0 ms (24.1–26.3)" in shown(FIGURES._replace(limit=0), now=late)
 
 
@@ -54,11 +54,11 @@ def test_what_has_no_room_is_left_out_and_the_worst_line_is_not() -> None:
     deep = replace(STALLED.causes[0].where, file="/home/somebody/project/benchmarks/windows/train.py")
     site = replace(STALLED.causes[0].sites[0], where=deep)
     stalled = replace(STALLED, causes=(replace(STALLED.causes[0], sites=(site,)),))
-    assert shown(diagnosis=stalled).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms a step")
+    assert shown(diagnosis=stalled).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms per step")
     assert shown(diagnosis=stalled, width=90) == (
-        "keepbusy · step 1240 · 25.0 ms · lead 3.2 ms · blocking copy train.py:3: 20.1 ms a step"
+        "keepbusy · step 1240 · 25.0 ms · lead 3.2 ms · blocking copy train.py:3: 20.1 ms per step"
     )
-    assert shown(diagnosis=stalled, width=60) == "keepbusy · 25.0 ms · blocking copy train.py:3: 20.1 ms a s…"
+    assert shown(diagnosis=stalled, width=60) == "keepbusy · 25.0 ms · blocking copy train.py:3: 20.1 ms per…"
 
 
 EPOCHS = Part("loop", "src/train.py:9", time=ms(9_000), busy=ms(4_500), turns=3, turn=ms(3_000))
@@ -73,9 +73,9 @@ def grown(width: int = 100, rows: int = 40) -> list[str]:
 
 def test_it_shows_the_tree_as_far_as_it_has_grown() -> None:
     assert [text.rstrip() for text in grown()[:3]] == [
-        "12.00 s so far, GPU at work 38%",
-        "train.py:9  ×3  9.00 s  3.00 s a turn  GPU at work 50%",
-        "  train.py:11  ×1,200  8.00 s  6.7 ms a turn  GPU at work 55%",
+        "12.00 s so far, GPU busy 38%",
+        "train.py:9  ×3  9.00 s  3.00 s per iteration  GPU busy 50%",
+        "  train.py:11  ×1,200  8.00 s  6.7 ms per iteration  GPU busy 55%",
     ]
     assert grown()[-1] == shown(diagnosis=STALLED, width=100)
 

@@ -21,7 +21,6 @@ from keepbusy.cli import (
     check_name,
     expand,
     flight_dumps,
-    last_run,
     matches,
     no_garbage_search,
     open_timeline,
@@ -31,7 +30,7 @@ from keepbusy.cli import (
     save,
     screen,
 )
-from keepbusy.timeline import figures
+from keepbusy.timeline import figures, last_run
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:

@@ -370,7 +370,7 @@ def _foretold(attempt: Attempt) -> str:
     if way != planned.fix:
         return f", instead of '{words.fix(planned.fix)}'"
     gain = planned.run_gain if planned.is_beside_steps else planned.gain
-    return f", {duration(gain)} of {'the run' if planned.is_beside_steps else 'a step'} predicted" if gain > 0 else ""
+    return f", predicted to save {duration(gain)}{'' if planned.is_beside_steps else ' per step'}" if gain > 0 else ""
 
 
 def _listed(where: Sequence[Where]) -> str:

@@ -24,7 +24,6 @@ from keepbusy.cli import (
     check_place,
     handed_on,
     hint_at_own_options,
-    last_run,
     listed,
     need_pytorch,
     program,
@@ -39,6 +38,7 @@ from keepbusy.cli import (
 from keepbusy.instrument.lines import set_launcher
 from keepbusy.instrument.processes import follow_with
 from keepbusy.instrument.script import flush
+from keepbusy.timeline import last_run
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import ran_nothing
 

@@ -18,13 +18,13 @@ from keepbusy.cli import (
     add_workers,
     check_place,
     expand,
-    last_run,
     open_timeline,
     part,
     progress,
     write_comparison,
     write_page,
 )
+from keepbusy.timeline import last_run
 from keepbusy.timeline.files import BadInput
 
 if TYPE_CHECKING:
