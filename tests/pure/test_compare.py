@@ -90,6 +90,12 @@ def test_what_stretches_of_one_run_differ_by_is_noise() -> None:
     assert compare(run_of(150, 150, 151, 149, 150), run_of(136, 136, 137, 135, 136)).step.significant
 
 
+def test_the_first_stretch_is_no_noise() -> None:
+    """There the host runs ahead, or the program warms up: in every run, so runs don't differ by it."""
+    done = compare(run_of(18, 19, 18, 18, 18), run_of(38, 10, 42, 42, 42))
+    assert done.step.significant
+
+
 def test_a_run_knows_what_its_stretches_took() -> None:
     """By its marks, as recorded on a GPU; or by all steps of a virtual run. Of few steps nothing is known."""
     course = Course(step=tuple(ms(10 + number // 4) for number in range(32)))

@@ -120,7 +120,7 @@ def _middle(runs: Sequence[Diagnosis]) -> Diagnosis:
 
 def _noise_between(befores: Sequence[Diagnosis], afters: Sequence[Diagnosis]) -> int:
     """What two runs of the same program differ by, in 19 of 20 cases: by its repeated runs where there are any, else by
-    what stretches of one run do."""
+    what stretches of one run do. The first stretch is unlike the others in every run: there the host runs ahead."""
     least = _LEAST_NOISE * max(run.plain_step for run in (*befores, *afters))
     free = len(befores) + len(afters) - 2
     if free:
@@ -130,7 +130,7 @@ def _noise_between(befores: Sequence[Diagnosis], afters: Sequence[Diagnosis]) ->
         spread = sqrt(squares / free * (1 / len(befores) + 1 / len(afters)))
         return round(max(_TWO_SIDED[min(free, len(_TWO_SIDED)) - 1] * spread, least))
     [before], [after] = befores, afters
-    drift = [stdev(run.stretches) if run.stretches[1:] else 0.0 for run in (before, after)]
+    drift = [stdev(run.stretches[1:]) if run.stretches[2:] else 0.0 for run in (before, after)]
     return round(max(hypot(before.noise, after.noise), 2 * hypot(*drift), least))
 
 
