@@ -193,19 +193,19 @@ def _notes(before: Diagnosis, after: Diagnosis, runs: tuple[int, int]) -> Iterat
         neither = not before.plain_given and not after.plain_given
         unknown = "of neither run is known" if neither else f"of the run {one} is not known"
         yield (
-            f"the plain step {unknown}, so the profiler's own cost is part of these times; "
-            "save both runs with --plain-step for a fair comparison"
+            f"The plain step {unknown}, so these times include the profiler's own cost. "
+            "Save both runs with --plain-step for a fair comparison."
         )
     for side, run in (("before", before), ("after", after)):
         if run.cut_short is not None:
-            yield f"the run {side} was cut short by {run.cut_short.by}"
+            yield f"The run {side} was cut short by {run.cut_short.by}."
     if before.device != after.device:
-        yield f"the runs were made on different devices: {before.device or 'unknown'}, {after.device or 'unknown'}"
+        yield f"The runs were made on different devices: {before.device or 'unknown'}, {after.device or 'unknown'}."
     if len(before.ranks) != len(after.ranks):
-        yield f"the runs have different numbers of ranks: {len(before.ranks)}, {len(after.ranks)}"
+        yield f"The runs have different numbers of ranks: {len(before.ranks)}, {len(after.ranks)}."
     if runs == (1, 1) and not (before.is_modelled and after.is_modelled):
         yield (
-            "this is one run each, so how much runs of the same program differ is not known: on a busy machine it may "
-            "be more than the noise within a run; record each twice or more and give all of them: "
+            "With one run each it is not known how much runs of the same program differ. On a busy machine that may be "
+            "more than the noise within a run. Record each twice or more and give all of them: "
             "keepbusy compare a1.busy,a2.busy b1.busy,b2.busy"
         )
