@@ -1,8 +1,12 @@
-"""For all tests: properties bear a busy machine, the heap of a worker is not searched, and one Python is warm."""
+"""For all tests: properties bear a busy machine, the heap of a worker is not searched, caches go to a temporary folder,
+and one Python is warm."""
 
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import tempfile
 from contextlib import suppress
 
 import pytest
@@ -14,6 +18,20 @@ with suppress(ImportError):  # where the tests of real GPUs run, there may be no
     # how long an example takes is the machine's business: it may be busy
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The user's cache stays as it is: `keepbusy run` keeps the last run there, also where a test starts it."""
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist inherit the folder
+        config.stash[_CACHES] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="keepbusy-caches-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _CACHES in config.stash:
+        shutil.rmtree(config.stash[_CACHES], ignore_errors=True)
+
+
+_CACHES = pytest.StashKey[str]()
 
 
 def pytest_collection_finish() -> None:

@@ -76,7 +76,7 @@ def test_an_error_is_the_programs_own(run, tmp_path: Path) -> None:
         f'  File "{tmp_path / "train.py"}", line 14, in <module>',
     ]
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
-    assert "A step takes" in done.stdout
+    assert " of an iteration." in done.stdout
 
 
 def test_an_option_after_the_script_is_the_scripts(run) -> None:
@@ -161,7 +161,7 @@ def test_what_starts_keepbusy_is_no_line_of_the_program(tmp_path: Path, warm_pyt
 def test_an_interrupt_leaves_the_timeline_so_far(run, tmp_path: Path) -> None:
     done = run(LOOP + "raise KeyboardInterrupt\n", before=("--clock", "modelled", "--save", "run.busy"))
     assert done.returncode == -signal.SIGINT
-    assert "A step takes" in done.stdout
+    assert " of an iteration." in done.stdout
     assert (tmp_path / "run.busy").exists()
 
 

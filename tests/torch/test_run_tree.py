@@ -194,7 +194,7 @@ def test_where_nothing_announces_a_step_it_is_a_turn_of_the_loop_that_the_gpu_wo
 
 def test_what_only_sets_up_has_no_steps_and_nothing_to_compile(warm_python: WarmPython, folder: Path) -> None:
     (folder / "setup.py").write_text(SETUP, encoding="utf-8")
-    done = warm_python.keepbusy("run", "--clock", "modelled", "setup.py", cwd=folder)
+    done = warm_python.keepbusy("run", "--clock", "modelled", "--full", "setup.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "setup.py:3  for turn in range(40)" in done.stdout
     assert " step" not in done.stdout
@@ -203,7 +203,7 @@ def test_what_only_sets_up_has_no_steps_and_nothing_to_compile(warm_python: Warm
 
 def test_a_turn_of_a_loop_that_trains_nothing_is_no_step(warm_python: WarmPython, folder: Path) -> None:
     (folder / "decoder.py").write_text(DECODER, encoding="utf-8")
-    done = warm_python.keepbusy("run", "--clock", "modelled", "--values", "none", "decoder.py", cwd=folder)
+    done = warm_python.keepbusy("run", "--clock", "modelled", "--values", "none", "--full", "decoder.py", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert " iterations of decoder.py:8" in done.stdout.splitlines()[1]
     assert "One iteration of decoder.py:8 takes" in done.stdout

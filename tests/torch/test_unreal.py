@@ -32,7 +32,7 @@ print(lstm.weight_ih_l0.grad.sum().item())
 
 def test_a_model_larger_than_memory_takes_its_steps(run) -> None:
     source = LARGE.replace("lstm(torch.ones(4, 2, 8))", 'lstm(torch.ones(4, 2, 8, device="cuda"))')
-    done = run(source, before=("--values", "none", "--clock", "modelled"))
+    done = run(source, before=("--values", "none", "--clock", "modelled", "--full"))
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert printed[:4] == ["0.0"] * 4

@@ -47,7 +47,7 @@ def test_spawned_workers_say_nothing_and_work(run) -> None:
     guarded = "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in source[begin:].splitlines())
     done = run(source[:begin] + guarded, before=("--clock", "measured"))
     assert done.returncode == 0, done.stderr
-    assert "A step takes" in done.stdout
+    assert " of an iteration." in done.stdout
 
 
 def test_on_a_modelled_clock_they_take_no_time_and_nothing_else_is_said(run) -> None:
