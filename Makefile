@@ -104,7 +104,8 @@ pictures: picture
 	@$(BIN)/python docs/pictures.py
 
 picture: $(READY)
-	@cd $(TRACES) && $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py tokens.trace.json.gz 53.047 $(CURDIR)/docs/report.svg
+	@cd examples && FORCE_COLOR=1 TERM=xterm-256color COLUMNS=80 $(CURDIR)/$(BIN)/keepbusy run \
+	  --clock modelled --values none gpt_item.py | $(CURDIR)/$(BIN)/python $(CURDIR)/docs/picture.py $(CURDIR)/docs/report.svg
 
 # the page's program and styles, from page/ into the package; needs Node
 page:

@@ -1,4 +1,7 @@
-"""Draws the terminal report of a trace as an SVG: `picture.py TRACE MS OUT.svg`. `make picture` calls it."""
+"""Draws the verdict that `keepbusy run` printed in colour as an SVG: `… | picture.py OUT.svg`. `make picture` calls it.
+
+What the program itself printed, above the verdict, is no part of the picture.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ import io
 import sys
 from pathlib import Path
 
+from rich.console import Console
 from rich.terminal_theme import TerminalTheme
+from rich.text import Text
 
-import keepbusy
-from keepbusy.explain.diagnosis import Diagnosis
-from keepbusy.report import paper, terminal
+from keepbusy.report.verdict import WIDTH
 
-WIDTH = 100
 NORMAL = ["3c4048", "e06c62", "6fbe82", "d8bb55", "5b8fd4", "c07fd0", "62b4c8", "d6d9de"]
 BRIGHT = ["5f646e", "ec8278", "82d296", "e6cd6e", "78aaeb", "d296e1", "78c8da", "f0f2f5"]
 
@@ -38,15 +40,16 @@ font-size: {char_height}px; line-height: {line_height}px; font-variant-ligatures
 """
 
 
-def main(trace: str, plain_step: str, out: str) -> None:
-    diagnosis = keepbusy.explain(keepbusy.read([Path(trace)]), plain_step=round(float(plain_step) * 1e6))
-    Path(out).write_text(drawn(diagnosis), encoding="utf-8")
+def main(out: str) -> None:
+    lines = Text.from_ansi(sys.stdin.read()).split()
+    first = next(number for number, line in enumerate(lines) if line.plain.startswith("keepbusy · "))
+    Path(out).write_text(drawn(Text("\n").join(lines[first:])), encoding="utf-8")
 
 
-def drawn(diagnosis: Diagnosis) -> str:
-    sheet = paper.console(WIDTH + 3, colour=True, file=io.StringIO(), record=True)
-    for part in terminal.parts(diagnosis, WIDTH, colour=True):
-        sheet.print(part, width=WIDTH)
+def drawn(verdict: Text) -> str:
+    margin = 3  # columns, as the text stands away from the left edge
+    sheet = Console(width=WIDTH + margin, file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor")
+    sheet.print(verdict, width=WIDTH)
     return sheet.export_svg(theme=THEME, code_format=FORMAT, unique_id="report")
 
 

@@ -29,14 +29,13 @@ def test_the_whole_report(name: str, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.chdir(HERE / "traces")  # where the programs lie, too
     for variable, value in {"COLUMNS": "100", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(variable, value)
-    code = cli.main(["explain", f"{name}.trace.json.gz", "--plain-step", PLAIN_STEPS[name]])
+    code = cli.main(["explain", f"{name}.trace.json.gz", "--plain-step", PLAIN_STEPS[name], "--full"])
     said = capsys.readouterr()
     assert (code, said.err) == (0, "")
     kept = HERE / f"{name}.txt"
     if os.environ.get("KEEPBUSY_SNAPSHOTS") == "write":
         kept.write_text(said.out, encoding="utf-8")
     assert said.out == kept.read_text(encoding="utf-8"), "if this is meant, `make snapshots` and read `git diff`"
-    assert len(said.out.splitlines()) <= 40
 
 
 def test_every_trace_has_its_report_and_every_report_its_trace() -> None:
