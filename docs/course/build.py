@@ -223,7 +223,7 @@ class Run:
         if any(codes):
             raise SystemExit("\n".join([f"{self.program.name} failed:", *texts]))
         self.printed = "\n".join(filter(None, (text.partition(REPORT)[0].rstrip() for text in texts)))
-        self.report = texts[0].partition(REPORT)[2].replace(" --save run.busy", "")
+        self.report = texts[0].partition(REPORT)[2].replace(f" {kept.name}", "")
         if self.pictured:
             pictures.mkdir(exist_ok=True)
             (pictures / f"{self.name}.svg").write_text(drawn(keepbusy.load(kept)), encoding="utf-8")
@@ -245,7 +245,8 @@ def _report(command: list[str], told: Path, variables: dict[str, str]) -> NoRetu
     from keepbusy.cli import main
 
     os.chdir(told.parent)
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **variables}
+    apart = {"XDG_CACHE_HOME": str(told.parent)}  # the reader's own last run is kept
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **apart, **variables}
     with told.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
