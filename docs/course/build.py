@@ -207,11 +207,11 @@ class Run:
         if self.printed:
             return
         place = Path(tempfile.mkdtemp())  # not as a context: the child's end would take it away
-        script, kept = place / self.program.name, place / "run.busy"
+        script, kept = place / self.program.name, place / "keepbusy" / "last.busy"
         script.write_text(self.text(), encoding="utf-8")
         for data in self.program.parent.glob("*.json"):
             shutil.copy(data, place)
-        command = ["run", *self.options, "--gpus", str(self.gpus), "--save", str(kept), script.name]
+        command = ["run", *self.options, "--gpus", str(self.gpus), script.name]
         told = [place / f"rank{rank}.txt" for rank in range(self.ranks)]
         children = []
         for out, variables in zip(told, variables_of(self.ranks), strict=True):
@@ -223,7 +223,7 @@ class Run:
         if any(codes):
             raise SystemExit("\n".join([f"{self.program.name} failed:", *texts]))
         self.printed = "\n".join(filter(None, (text.partition(REPORT)[0].rstrip() for text in texts)))
-        self.report = texts[0].partition(REPORT)[2].replace(f" {kept.name}", "")
+        self.report = texts[0].partition(REPORT)[2]
         if self.pictured:
             pictures.mkdir(exist_ok=True)
             (pictures / f"{self.name}.svg").write_text(drawn(keepbusy.load(kept)), encoding="utf-8")
@@ -245,7 +245,7 @@ def _report(command: list[str], told: Path, variables: dict[str, str]) -> NoRetu
     from keepbusy.cli import main
 
     os.chdir(told.parent)
-    apart = {"XDG_CACHE_HOME": str(told.parent)}  # the reader's own last run is kept
+    apart = {"XDG_CACHE_HOME": str(told.parent)}  # where the run is kept
     os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **apart, **variables}
     with told.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)

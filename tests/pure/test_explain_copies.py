@@ -6,6 +6,7 @@ import pytest
 from build import HOME, IN, MB, Run, loop
 from told import TRAIN, cause, explained, harmless, names, near, told
 
+from keepbusy.report import terminal
 from keepbusy.timeline.model import Direction
 
 TO = ["aten::to", "aten::copy_"]
@@ -234,3 +235,15 @@ def test_memory_of_a_script_that_is_pinned_already_is_not_to_be_pinned(is_pinned
     with run.inside(TRAIN):
         run.copy(200 * MB, 20_000, pinned=is_pinned).work(9_000).launch([5_000]).sync()
     assert cause(explained(run.timeline(one_turn=True)), "blocking_copy").fix == fix
+
+
+def test_a_script_without_iterations_is_described_without_them() -> None:
+    """Its plan and its causes say what the whole script does."""
+    run = Run.of(1).step()
+    with run.inside(TRAIN):
+        run.copy(200 * MB, 20_000).work(9_000).launch([5_000]).sync()
+    script = explained(run.timeline(one_turn=True))
+    assert cause(script, "blocking_copy").what.startswith("210 MB are copied while Python waits (once)")
+    text = terminal.render_full(script)
+    assert " for the script" in text
+    assert "iteration" not in text

@@ -27,7 +27,7 @@ NAMED = {
 
 def command(script: Path) -> list[str]:
     ranks = ["--ranks", "2"] if "torch.distributed" in (ROOT / script).read_text(encoding="utf-8") else []
-    return ["run", *ranks, "--clock", "modelled", "--values", "none", str(script)]
+    return ["run", "--full", *ranks, "--clock", "modelled", "--values", "none", str(script)]
 
 
 def test_there_are_twenty() -> None:

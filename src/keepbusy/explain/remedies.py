@@ -350,8 +350,10 @@ def what_happened(scene: Scene, finding: Finding) -> str:
     spans, of_a_rank = scene.timeline.spans, scene.steps * len(scene.timeline.ranks)
     copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
     count, said = finding.count / of_a_rank, SAID[finding.cause]
+    per = "" if scene.timeline.facts.runs_once else " per iteration"
     return (said if isinstance(said, str) else said(scene, finding)).format(
-        often=times(count),
+        per=per,
+        often=times(count, per),
         launches="1 launch" if round(count) == 1 else f"{count:,.0f} launches",
         moved=amount(float(spans.size[copies].sum()) / of_a_rank),
     )
@@ -362,7 +364,7 @@ def _copied(scene: Scene, finding: Finding) -> str:
     copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
     pageable = scene.timeline.facts.runs_once and not spans.pinned[copies].any()
     why = ": the memory is not pinned, so non_blocking=True changes nothing" if pageable else ""
-    return f"{{moved}} per iteration are copied while Python waits ({{often}}){why}."
+    return f"{{moved}}{{per}} are copied while Python waits ({{often}}){why}."
 
 
 def _waited_for_input(scene: Scene, finding: Finding) -> str:
@@ -404,10 +406,10 @@ def _travelled(scene: Scene, finding: Finding) -> str:
 SAID: dict[str, str | Callable[[Scene, Finding], str]] = {
     "host_sync": "Python blocks on the GPU {often}. The GPU then idles until Python has launched more work.",
     "blocking_copy": _copied,
-    "copy_not_overlapped": "{moved} per iteration are copied before the kernels, not while they run ({often}).",
+    "copy_not_overlapped": "{moved}{per} are copied before the kernels, not while they run ({often}).",
     "input_late": _waited_for_input,
     "made_on_host": "A tensor is created on the CPU and then copied to the GPU ({often}).",
-    "launch_bound": "{launches} per iteration. The GPU finishes each before Python has launched the next.",
+    "launch_bound": "{launches}{per}. The GPU finishes each before Python has launched the next.",
     "allocator": "PyTorch requests memory from the driver, or frees it, {often}. Some of these calls stop the GPU.",
     "host_work": "The training thread does other work between its launches, and the GPU is idle meanwhile.",
     "peer_late": _came_late,

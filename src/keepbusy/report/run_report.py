@@ -205,9 +205,9 @@ def planned_rows(diagnosis: Diagnosis) -> list[PlanRow]:
     for fix in diagnosis.plan:
         run_before, run_after = run_after, max(0, run_after - max(0, fix.run_gain))
         if fix not in worth_it:
-            not_listed[turns_meant(fix)] += max(0, fix.gain)
+            not_listed[turns_meant(fix, diagnosis)] += max(0, fix.gain)
             continue
-        missing = not_listed[turns_meant(fix)]
+        missing = not_listed[turns_meant(fix, diagnosis)]
         after, low, high = (time + missing for time in (fix.predicted.step, fix.predicted.low, fix.predicted.high))
         before = after + fix.gain
         partners = ""
@@ -239,7 +239,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
     yield line(("What to do", STRONG))
     for number, row in enumerate(rows, 1):
         yield line(
-            f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row, diagnosis.one_turn)
+            f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row, diagnosis)
         )
         for sentence in _said_of(row, diagnosis):
             yield line((sentence, FAINT), indent=3)
@@ -309,13 +309,12 @@ def _said_of(row: PlanRow, diagnosis: Diagnosis) -> Iterator[str]:
         yield f"alternatively, {tame(words.fix(fix.instead[0]), 80)}"
 
 
-def _after(row: PlanRow, is_script: bool) -> list[tuple[str, str] | str]:
+def _after(row: PlanRow, diagnosis: Diagnosis) -> list[tuple[str, str] | str]:
     """An iteration with the fix, and the run with it and all before it."""
     if row.only_with:
         return [(f"only with {row.only_with}", GAIN)]
-    iterations = f" {turns_meant(row.fix)}" if not is_script or row.fix.is_beside_steps else ""
     after: list[tuple[str, str] | str] = [
-        (f"{transition(row.before, row.after)}{iterations}", GAIN),
+        (f"{transition(row.before, row.after)} {turns_meant(row.fix, diagnosis)}", GAIN),
         (f" ({span_of(row.low, row.high, row.before)})", FAINT),
     ]
     if row.run_after != NONE:
@@ -346,8 +345,10 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
     return f"The plan saves {less:,.1f} of {hours:g} hours{together}{worth}."
 
 
-def turns_meant(one: PlannedFix) -> str:
+def turns_meant(one: PlannedFix, diagnosis: Diagnosis) -> str:
     """Which iterations a fix makes shorter."""
+    if diagnosis.one_turn and not one.loop and not one.every:
+        return "for the script"
     if one.loop:
         return f"per iteration of the loop at {_loop(one.loop)}"
     return every(one.every, "iteration") if one.every else "per iteration"

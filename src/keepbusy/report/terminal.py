@@ -100,7 +100,9 @@ def parts(
     if margin := list(run_report.margin(diagnosis)):
         yield labelled(margin)
         yield _BLANK
-    yield from verdict.next_commands(commands._replace(full=""), width, side_by_side=False)
+    can_fix = bool(run_report.planned_rows(diagnosis))
+    possible = commands._replace(full="") if can_fix else verdict.Commands(page=commands.page)
+    yield from verdict.next_commands(possible, width, side_by_side=False)
 
 
 def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[RenderableType]:

@@ -88,12 +88,12 @@ def every(number: float, what: str) -> str:
     return f"every {which}{what}"
 
 
-def times(count: float) -> str:
-    """Once, twice, 12 times per iteration."""
+def times(count: float, per: str = " per iteration") -> str:
+    """Once, twice, 12 times per iteration. `per`: empty for a script as a whole."""
     if count < 2 / 3:
         return f"once in {round(1 / max(count, 1e-3))} iterations"
     rounded = round(count)
-    return {1: "once per iteration", 2: "twice per iteration"}.get(rounded, f"{rounded:,} times per iteration")
+    return {1: "once", 2: "twice"}.get(rounded, f"{rounded:,} times") + per
 
 
 def amount(size: float) -> str:

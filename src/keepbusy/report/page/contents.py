@@ -166,7 +166,7 @@ def _plan(diagnosis: Diagnosis, items: tuple[verdict.Item, ...]) -> Iterator[dic
             "where": _place(fix.where[0]) if fix.where else None,
             "causes": list(fix.causes),
             "predicted": [row.after, row.low, row.high],
-            "iterations": _text(run_report.turns_meant(fix)),
+            "iterations": _text(run_report.turns_meant(fix, diagnosis)),
             "alone": fix.alone,
             "needs": [_text(name) for name in needs],
             "instead": [_text(words.fix(other)) for other in fix.instead],
