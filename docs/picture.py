@@ -48,7 +48,9 @@ def main(out: str) -> None:
 
 def drawn(verdict: Text) -> str:
     margin = 3  # columns, as the text stands away from the left edge
-    sheet = Console(width=WIDTH + margin, file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor")
+    sheet = Console(
+        width=WIDTH + margin, file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor"
+    )
     sheet.print(verdict, width=WIDTH)
     return sheet.export_svg(theme=THEME, code_format=FORMAT, unique_id="report")
 

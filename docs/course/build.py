@@ -34,6 +34,7 @@ from picture import drawn
 
 import keepbusy
 from keepbusy import virtual
+from keepbusy.cli import last_run
 
 COURSE = Path(__file__).resolve().parent
 BLOCK = re.compile(r"<!-- (source|output|report|picture|measured) (.*?) -->\n.*?<!-- end -->", re.DOTALL)
@@ -207,7 +208,7 @@ class Run:
         if self.printed:
             return
         place = Path(tempfile.mkdtemp())  # not as a context: the child's end would take it away
-        script, kept = place / self.program.name, place / "keepbusy" / "last.busy"
+        script = place / self.program.name
         script.write_text(self.text(), encoding="utf-8")
         for data in self.program.parent.glob("*.json"):
             shutil.copy(data, place)
@@ -226,7 +227,7 @@ class Run:
         self.report = texts[0].partition(REPORT)[2]
         if self.pictured:
             pictures.mkdir(exist_ok=True)
-            (pictures / f"{self.name}.svg").write_text(drawn(keepbusy.load(kept)), encoding="utf-8")
+            (pictures / f"{self.name}.svg").write_text(drawn(keepbusy.load(last_run.path())), encoding="utf-8")
         shutil.rmtree(place)
 
 
@@ -245,8 +246,7 @@ def _report(command: list[str], told: Path, variables: dict[str, str]) -> NoRetu
     from keepbusy.cli import main
 
     os.chdir(told.parent)
-    apart = {"XDG_CACHE_HOME": str(told.parent)}  # where the run is kept
-    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **apart, **variables}
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1", "OMP_NUM_THREADS": "1", **variables}
     with told.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -258,12 +258,15 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=COURSE)
     parser.add_argument("chapters", nargs="*")
     options = parser.parse_args()
+    cache = tempfile.mkdtemp()  # not as a context: the end of a fork would take it away
+    os.environ["XDG_CACHE_HOME"] = cache
     for chapter in chapters():
         if not options.chapters or chapter.name[0] in options.chapters:
             (options.to / chapter.name).write_text(build(chapter, options.to / "pictures"), encoding="utf-8")
             kept = options.to / f"chapter{chapter.name[0]}" / f"chapter{chapter.name[0]}.ipynb"
             kept.parent.mkdir(exist_ok=True)
             kept.write_text(notebook(chapter), encoding="utf-8")
+    shutil.rmtree(cache)
 
 
 if __name__ == "__main__":
