@@ -13,13 +13,13 @@ import sys
 import termios
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from warm_python import PATIENCE, SOURCES, WarmPython
 
 import keepbusy
+from keepbusy.recording.windows import DELAYED_SHARE
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.run_facts import STALL
 
@@ -366,14 +366,11 @@ RARE = (
     if step % 100 == 60:
         evaluate()
     time.sleep(0.004)
-    ends.append(time.perf_counter())
-print(json.dumps(ends), file=sys.stderr)
 """
 )
 """Beside steps of 5 ms the machine's own whims are no stalls, unless it is very busy."""
 EVALUATE = """\
-import json, time
-ends = []
+import time
 
 def evaluate():
     until = time.perf_counter() + 0.15
@@ -389,21 +386,19 @@ def test_a_stall_that_comes_only_now_and_then_is_told_with_its_line(record, tmp_
         site.write(LOOKS_OFTEN)
     done = record(RARE.replace("torch.manual_seed", EVALUATE + "torch.manual_seed"), "--json")
     assert done.returncode == 0, done.stderr
-    said, ends = json.loads(done.stdout), json.loads(done.stderr.splitlines()[-1])
+    said = json.loads(done.stdout)
     (run,) = said["plain_runs"]
     assert run["marked_by"] == "optimizer"
-    took = [end - begin for begin, end in pairwise(ends)]
-    others = sorted(time for step, time in enumerate(took, 1) if step % 100 != 60)
-    if others[-len(others) // 100] > 0.05:
-        pytest.skip("on this machine one step in a hundred was held up as the program's own stalls are")
+    if run["delayed"] > DELAYED_SHARE:
+        pytest.skip("others had the processor for so long that steps seem as long as the program's own stalls")
     stall = run["stalls"][0]
-    assert (stall["called_at"] or stall["where"]) == "train.py:29"  # in it, no line may have been seen most of the time
+    assert (stall["called_at"] or stall["where"]) == "train.py:28"  # in it, no line may have been seen most of the time
     assert (stall["every"], stall["regular"]) == (100.0, True)
     assert stall["count"] >= 7  # of eleven, one was looked at
     assert 130 < stall["time"] < 1000
     # a window was open when it came again; another may have been for a beat of the machine's own
     rare = next(one for one in said["rare"] if one["step"] % 100 == 62)
-    assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} & {13, 14}
+    assert {site["place"]["line"] for cause in rare["causes"] for site in cause["sites"]} & {12, 13}
     assert f" {rare['step'] - 1} to {rare['step'] + 1}" in said["notes"][0]
 
 
