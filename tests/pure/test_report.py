@@ -106,7 +106,7 @@ def test_a_run_that_was_cut_short_is_told_so_first(ended: CutShort, says: str) -
         assert render(told).startswith(f"{says}\nkeepbusy")
         assert render(STALLED).startswith("keepbusy")
     assert words_of(told, "train.py")["analyses"][0]["statement"].startswith(says)
-    assert f"the run after was cut short by {ended.by}" in compare(STALLED, told).notes
+    assert f"The run after was cut short by {ended.by}." in compare(STALLED, told).notes
 
 
 @pytest.mark.parametrize("diagnosis", [STALLED, HEALTHY, LATE], ids=["stalled", "healthy", "late"])

@@ -75,14 +75,14 @@ def cut_short(diagnosis: Diagnosis, width: int) -> list[Text]:
 
 
 def header(diagnosis: Diagnosis, width: int) -> Text:
-    """`keepbusy · train.py · NVIDIA H100 · 19.4 s, 1,200 iterations of train.py:670`; without the device if narrow."""
+    """`keepbusy · train.py · NVIDIA H100 · 19.4 s, 1,200 iterations of train.py:670`; with less of it if narrow."""
     ranks = len(diagnosis.given)
     device = re.sub(r"[ -]\d+GB\b.*", "", tame(diagnosis.device, 40))  # `NVIDIA H100 80GB HBM3` is an H100 to people
     facts = [words.files(diagnosis.sources), device, f"{ranks:,} ranks" if ranks > 1 else ""]
-    facts.append(_length(diagnosis))
-    for dropped in ((), (1,), (1, 2), (0, 1, 2)):
-        shown = [fact for number, fact in enumerate(facts) if fact and number not in dropped]
-        text = "".join(f" · {fact}" for fact in shown)
+    length = _length(diagnosis)
+    short = length.replace(f" of {facts[0]}:", " of line ")
+    for shown in ([*facts, length], [*facts, short], [facts[0], facts[2], length], [facts[0], length], [short]):
+        text = "".join(f" · {fact}" for fact in shown if fact)
         if len("keepbusy" + text) <= width:
             break
     return Text.assemble(("keepbusy", STRONG), (tame(text, width - len("keepbusy")), FAINT))
@@ -139,7 +139,8 @@ def _reason(diagnosis: Diagnosis, first: PlannedFix) -> str:
     sentence = look(cause).sentence if cause else ""
     sentence = sentence.removesuffix(" in the loop") if diagnosis.one_turn else sentence
     where = f"In the loop at {short_place(Where.of(first.loop.partition(' (')[0]))}: " if first.loop else ""
-    return f"{where}{sentence}." if sentence else tame(first.reason)
+    often = f"{every(first.every, 'iteration').capitalize()}: " if first.every else ""
+    return f"{where}{often}{sentence}." if sentence else tame(first.reason)
 
 
 def _nothing_to_save(diagnosis: Diagnosis) -> str:
