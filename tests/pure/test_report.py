@@ -143,7 +143,9 @@ def test_much_that_is_unknown_is_not_called_noise() -> None:
 
 def test_a_cause_that_no_fix_of_the_plan_removes_is_not_called_noise() -> None:
     assert "The GPU is busy 27% of an iteration. Python waits for copies to finish." in verdict.render(STALLED)
-    assert "No fix saves more than the noise" in verdict.render(replace(STALLED, predicted=predicted(31, 30, 32)))
+    for unsure in ({"predicted": predicted(31, 30, 32)}, {"fix": "compile"}):
+        causes = tuple(replace(one, **unsure) for one in STALLED.causes)
+        assert "No fix saves more than the noise" in verdict.render(replace(STALLED, causes=causes))
 
 
 def test_a_remedy_for_work_of_any_kind_has_no_line() -> None:

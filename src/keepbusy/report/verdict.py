@@ -155,8 +155,9 @@ def _nothing_to_save(diagnosis: Diagnosis) -> str:
         return "Pipeline stages wait for each other, and no line is to blame."
     if launches > much:
         return f"It waits {duration(launches, step)} for launches, and no fix is predicted to save them."
-    if diagnosis.causes and step - diagnosis.predicted.step > diagnosis.noise:
-        return f"{look(diagnosis.causes[0].cause).sentence}."
+    known = [one for one in diagnosis.causes if one.fix != "compile"]  # what that saves is not known before it is tried
+    if cause := next((one for one in known if step - one.predicted.step > diagnosis.noise), None):
+        return f"{look(cause.cause).sentence}."
     noise = f" ({duration(diagnosis.noise)})" if diagnosis.noise else ""
     return f"No fix saves more than the noise{noise}."
 
