@@ -170,7 +170,7 @@ def test_the_report_comes_after_the_programs_last_word_also_where_it_closes_what
     while_it_trains = LONG.replace("    loss.backward()\n", "    loss.backward()\n    os.closerange(3, 4096)\n")
     done = record("import os\n" + while_it_trains + CLOSES_WHAT_IS_NOT_ITS_OWN)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.index("the program's last word") < done.stdout.index("A step takes")
+    assert done.stdout.index("the program's last word") < done.stdout.index(" of an iteration.")
 
 
 def test_an_end_within_the_window_is_said(record) -> None:
