@@ -34,7 +34,7 @@ from picture import drawn
 
 import keepbusy
 from keepbusy import virtual
-from keepbusy.cli import last_run
+from keepbusy.timeline import last_run
 
 COURSE = Path(__file__).resolve().parent
 BLOCK = re.compile(r"<!-- (source|output|report|picture|measured) (.*?) -->\n.*?<!-- end -->", re.DOTALL)

@@ -84,7 +84,7 @@ HELD = {
         ("a group that is left, and thrown away", "a group that is left, and goes on", "evaluated in between"), (55, "")
     ),
     "gradients looked at in the middle": (14, "the program looks at gradients between micro-batches"),
-    "a step in the middle": (14, "an optimizer stepped in a turn that was not to be the last"),
+    "a step in the middle": (14, "an optimizer stepped before the last micro-batch"),
     "other turns on each rank": (0, "optimizers step in other turns than the source says"),
 }
 """How many backward passes keep their gradients for later, and why it ends; elsewhere none does."""

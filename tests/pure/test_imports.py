@@ -164,7 +164,7 @@ LINES = {
     "recording": 4086,
     "virtual": 9056,
     "explain": 4792,
-    "report": 3520,
+    "report": 3517,
     "runtime": 6521,
     "cli": 3850,
     "fix": 6966,

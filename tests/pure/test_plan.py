@@ -1027,9 +1027,9 @@ def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
     rows = planned(found)
     assert [row["fix"] for row in rows] == ["readback", "readback"]
     assert [row["where"] for row in rows] == [places(one) for one in found.plan]
-    assert rows[-1]["step"] == pytest.approx(9.0, rel=0.01)
+    assert rows[-1]["predicted"]["after"] == pytest.approx(9.0, rel=0.01)
     gains = [one.gain for one in found.plan]
-    assert [row["run"] for row in rows] == [
+    assert [row["run"] and row["run"]["after"] for row in rows] == [
         pytest.approx(26.0 - 100 * sum(gains[: count + 1]) / 1e9, abs=0.002) for count in range(2)
     ]
     assert [row["gain"] for row in rows] == [pytest.approx(gain / 1e6) for gain in gains]
@@ -1038,7 +1038,7 @@ def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
 def test_what_more_workers_save_is_the_runs_own() -> None:
     plan = with_loader((), [use()], replace(HEALTHY, run=TREE))
     [row] = planned(replace(HEALTHY, plan=plan, run=TREE))
-    assert (row["run"], row["gain"]) == (20.0, 60.0)
+    assert (row["run"], row["gain"]) == ({"before": 26.0, "after": 20.0}, 60.0)
 
 
 def test_where_the_run_was_not_watched_nothing_is_said_of_it() -> None:

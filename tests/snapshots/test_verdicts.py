@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+from warm_python import WarmPython
 
 from keepbusy import cli
 from keepbusy.explain import explain
@@ -64,6 +65,14 @@ def test_the_verdict_is_as_kept(name: str, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("NO_COLOR", "1")
     assert cli.main(["explain", f"truth/{name}.busy"]) == 0
     compare_with_file(capsys.readouterr().out, name.rpartition("/")[2].removesuffix(".stalled"))
+
+
+def test_a_run_that_failed_says_so_first(warm_python: WarmPython) -> None:
+    done = warm_python.keepbusy("run", "--clock", "modelled", "--values", "none", "crashed.py", cwd=HERE / "programs")
+    assert done.returncode == 1
+    text = done.stdout.lstrip("\n")
+    assert text.startswith("The script failed with ValueError at crashed.py:12 after ")
+    compare_with_file(text, "crashed")
 
 
 def compare_with_file(text: str, name: str) -> None:

@@ -238,9 +238,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         return
     yield line(("What to do", STRONG))
     for number, row in enumerate(rows, 1):
-        yield line(
-            f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row, diagnosis)
-        )
+        yield line(f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row, diagnosis))
         for sentence in _said_of(row, diagnosis):
             yield line((sentence, FAINT), indent=3)
     listed = [row.fix for row in rows]
@@ -314,7 +312,7 @@ def _after(row: PlanRow, diagnosis: Diagnosis) -> list[tuple[str, str] | str]:
     if row.only_with:
         return [(f"only with {row.only_with}", GAIN)]
     after: list[tuple[str, str] | str] = [
-        (f"{transition(row.before, row.after)} {turns_meant(row.fix, diagnosis)}", GAIN),
+        (f"{transition(row.before, row.after)} {turns_meant(row.fix, diagnosis)}".rstrip(), GAIN),
         (f" ({span_of(row.low, row.high, row.before)})", FAINT),
     ]
     if row.run_after != NONE:
@@ -348,7 +346,7 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
 def turns_meant(one: PlannedFix, diagnosis: Diagnosis) -> str:
     """Which iterations a fix makes shorter."""
     if diagnosis.one_turn and not one.loop and not one.every:
-        return "for the script"
+        return "for the script" if diagnosis.steps else ""  # else it is the time of one line
     if one.loop:
         return f"per iteration of the loop at {_loop(one.loop)}"
     return every(one.every, "iteration") if one.every else "per iteration"

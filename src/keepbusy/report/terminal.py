@@ -59,8 +59,7 @@ def render_full(
 ) -> str:
     """The full report as text. Without `wrap` no line is broken."""
     sheet = width if wrap else WITHOUT_END
-    text = laid_out(parts(diagnosis, width, colour, commands), sheet, colour, unicode, links=wrap)
-    return text.replace(" per iteration", "") if diagnosis.one_turn else text
+    return laid_out(parts(diagnosis, width, colour, commands), sheet, colour, unicode, links=wrap)
 
 
 def parts(

@@ -80,8 +80,9 @@ def header(diagnosis: Diagnosis, width: int) -> Text:
     device = re.sub(r"[ -]\d+GB\b.*", "", tame(diagnosis.device, 40))  # `NVIDIA H100 80GB HBM3` is an H100 to people
     facts = [words.files(diagnosis.sources), device, f"{ranks:,} ranks" if ranks > 1 else ""]
     length = _length(diagnosis)
-    short = length.replace(f" of {facts[0]}:", " of line ")
-    for shown in ([*facts, length], [*facts, short], [facts[0], facts[2], length], [facts[0], length], [short]):
+    short = re.sub(rf" of (?:\S*/)?{re.escape(facts[0])}:", " of line ", length) if facts[0] else length
+    shortest = length.partition(" of ")[0]
+    for shown in ([*facts, length], [*facts, short], [*facts, shortest], [facts[0], facts[2], shortest], [shortest]):
         text = "".join(f" · {fact}" for fact in shown if fact)
         if len("keepbusy" + text) <= width:
             break
