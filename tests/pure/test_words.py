@@ -105,6 +105,10 @@ def test_documents_are_in_plain_words(path: Path) -> None:
     assert avoided_in(text) == []
 
 
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
 def test_a_sentence_of_26_words_and_an_old_word_are_found() -> None:
     assert too_long("word " * 26)
     assert not too_long("word " * 25)

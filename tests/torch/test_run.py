@@ -58,6 +58,12 @@ def test_the_program_is_untouched(run, tmp_path: Path) -> None:
     assert done.stderr == "keepbusy: train.py ran nothing on the GPU.\n"
 
 
+def test_a_quiet_run_draws_its_page(run, tmp_path: Path) -> None:
+    done = run(LOOP, before=("--clock", "modelled", "--quiet", "--page", "run.html"))
+    assert (done.returncode, "keepbusy ·" in done.stdout) == (0, False)
+    assert "</html>" in (tmp_path / "run.html").read_text(encoding="utf-8")
+
+
 def test_who_computes_on_the_cpu_is_told_what_to_do(run) -> None:
     done = run("import torch\nprint(torch.nn.Linear(4, 4)(torch.ones(2, 4)).shape)\n")
     assert (done.returncode, done.stdout) == (0, "torch.Size([2, 4])\n")

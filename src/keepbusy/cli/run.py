@@ -362,11 +362,13 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
             if ended is not None
             else ran_nothing(options.script, timeline.has_operators)
         )
-    if options.quiet:
+    if options.quiet and not options.page:
         return
     diagnosis = keepbusy.explain(timeline, None, options.what_if, options.workers, turns=options.page is not None)
     if options.page:
         write_page(diagnosis, options.page_at, Path(options.script).name)
+    if options.quiet:
+        return
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
     text = rendered(diagnosis, options, _commands(options, last_run.keep(timeline)), streams.screen)
