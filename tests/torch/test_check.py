@@ -178,6 +178,11 @@ def test_editors_and_code_scanning_get_sarif(runs: Path, monkeypatch: pytest.Mon
         assert one.get("suppressions") == said
 
 
+def test_nothing_stands_behind_a_saved_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.busy", "--max-syncs", "5"]) == 2
+    assert "run.busy is a saved run, and --max-syncs follows it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("before", "after", "what", "code", "said"),
     [

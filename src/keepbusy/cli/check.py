@@ -94,8 +94,13 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 def _timeline(options: argparse.Namespace) -> Timeline:
     from keepbusy.timeline.busy_file import load
 
-    if options.program[0].endswith(SAVED):
-        return load(Path(options.program[0]))
+    saved, *rest = options.program
+    if saved.endswith(SAVED):
+        if rest:
+            raise BadInput(
+                f"{saved} is a saved run and takes no arguments, but {rest[0]} follows it; name options first."
+            )
+        return load(Path(saved))
     need_pytorch("`keepbusy check`")
     script, arguments = program_in(options)
     hint_at_own_options(options, add_arguments)
