@@ -164,7 +164,7 @@ LINES = {
     "recording": 4086,
     "virtual": 9056,
     "explain": 4792,
-    "report": 3518,
+    "report": 3520,
     "runtime": 6521,
     "cli": 3857,
     "fix": 6966,

@@ -180,7 +180,7 @@ def test_editors_and_code_scanning_get_sarif(runs: Path, monkeypatch: pytest.Mon
 
 def test_nothing_stands_behind_a_saved_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "run.busy", "--max-syncs", "5"]) == 2
-    assert "run.busy is a saved run, and --max-syncs follows it" in capsys.readouterr().err
+    assert "run.busy is a saved run and takes no arguments, but --max-syncs follows it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

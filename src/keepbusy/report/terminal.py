@@ -99,7 +99,7 @@ def parts(
     if margin := list(run_report.margin(diagnosis)):
         yield labelled(margin)
         yield _BLANK
-    can_fix = bool(run_report.planned_rows(diagnosis))
+    can_fix = bool(run_report.planned_rows(diagnosis)) and diagnosis.cut_short is None
     possible = commands._replace(full="") if can_fix else verdict.Commands(page=commands.page)
     yield from verdict.next_commands(possible, width, side_by_side=False)
 

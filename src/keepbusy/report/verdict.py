@@ -57,8 +57,10 @@ def lines(diagnosis: Diagnosis, commands: Commands, width: int) -> list[Text]:
     rows = run_report.planned_rows(diagnosis)
     first = [*cut_short(diagnosis, width), header(diagnosis, width)]
     why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
+    without_fixes = commands._replace(fix_now="", write_fix="")
+    if diagnosis.cut_short is not None:  # it would fail again
+        commands = without_fixes
     if not rows:
-        without_fixes = commands._replace(fix_now="", write_fix="")
         return [*first, *why, *next_commands(without_fixes, width, side_by_side=True)]
     for listed, side_by_side, blank in _LAYOUTS:
         items = _items(diagnosis, rows, listed, width)
