@@ -20,8 +20,8 @@ from keepbusy.runtime.graph.reachable import reach
 
 _LARGEST = 64
 """A container that holds more is known by the places that the code names."""
-_MOST = 512
-"""So many values are read before each replay, the nearest first."""
+_MOST_VALUES = 512
+"""Values that are read before each replay, the nearest first."""
 _CODE_TYPES = (FunctionType, BuiltinFunctionType, ModuleType, type)
 """What a name may stand for and nobody rebinds."""
 _ENDS = (*PLAIN, *_CODE_TYPES, MethodType, Tensor, nn.Module, Optimizer)
@@ -66,7 +66,7 @@ class NamedValues:
         seen: dict[int, Any] = {}
         ahead = deque(enumerate(values))
         holders = []
-        while ahead and len(values) < _MOST:
+        while ahead and len(values) < _MOST_VALUES:
             place, value = ahead.popleft()
             if is_a(value, *_ENDS) or id(value) in seen:
                 continue

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from keepbusy.runtime.graph.names_read import PLAIN, attributes_of, is_a
 
-_MOST = 100_000
-"""So many objects are looked at, the nearest first."""
+_MOST_OBJECTS = 100_000
+"""Objects whose state is read, the nearest first."""
 _MOST_BYTES = 1 << 20
 """An array of the host that is larger is known by where it lies."""
 _CHUNK = 1 << 22
@@ -52,7 +52,7 @@ def reach(*roots: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     found: dict[int, tuple[str, Any]] = {}
     for labelled in roots:
         ahead = deque(labelled)
-        while ahead and len(found) < _MOST:
+        while ahead and len(found) < _MOST_OBJECTS:
             label, value = ahead.popleft()
             if id(value) not in found and not is_a(value, *_ENDS) and not _is_left_alone(value):
                 found[id(value)] = label, value
