@@ -28,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -284,7 +285,7 @@ def _forked(count: int, run: Callable[[dict[str, str]], NoReturn]) -> int:
         for rank in range(count):
             child = os.fork()
             if not child:
-                run(meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                _end_early(lambda: run(meeting | size | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))  # noqa: B023
             running.add(child)
         while running:
             ended, status = os.wait()
@@ -294,6 +295,27 @@ def _forked(count: int, run: Callable[[dict[str, str]], NoReturn]) -> int:
                 for child in running:
                     os.kill(child, signal.SIGTERM)
     return int(failed)
+
+
+def _end_early(run: Callable[[], NoReturn]) -> NoReturn:
+    """Ends as Python does, except that objects are not destroyed.
+
+    While Python destroys them, a thread of gloo's may free a tensor: PyTorch then aborts the process, or hangs.
+    """
+    code: object = 1
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 _fork_exec = getattr(subprocess, "_fork_exec")  # noqa: B009
