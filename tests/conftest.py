@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from contextlib import suppress
 
@@ -21,7 +22,12 @@ with suppress(ImportError):  # where the tests of real GPUs run, there may be no
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The user's cache stays as it is: `keepbusy run` keeps the last run there, also where a test starts it."""
+    """The user's cache stays as it is: `keepbusy run` keeps the last run there, also where a test starts it.
+
+    Tests interrupt what they start: a shell that runs pytest in the background would have it ignore that.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):  # workers of pytest-xdist inherit the folder
         config.stash[_CACHES] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="keepbusy-caches-")
 

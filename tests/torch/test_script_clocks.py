@@ -62,7 +62,7 @@ sys.exit(0)
 def test_what_a_program_sleeps_is_a_part_of_its_run_to_the_end(run, clock: str) -> None:
     done = run(ASLEEP, before=("--clock", clock, "--json"))
     own, took = float(done.stderr.splitlines()[0]), json.loads(done.stdout)["run"]["time"]
-    assert own > 0.749  # a look at the program is taken off, as it holds it up
+    assert own > (0.749 if clock == "modelled" else 0.5)  # looks are taken off, and on a busy machine they take long
     assert own + 0.25 <= took < own + 0.35
 
 
