@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from build import MB, US, WIRE, Run
@@ -13,7 +15,7 @@ from keepbusy.explain.plain import plain_run
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Kind, Timeline, settle
 from keepbusy.timeline.ranks import merge, uneven_loops, where_ranks_differ
 from keepbusy.timeline.replay import pace, replay
-from keepbusy.timeline.run_facts import Part, PlainRun, RunFacts, UnevenLoop
+from keepbusy.timeline.run_facts import CutShort, Part, PlainRun, RunFacts, UnevenLoop
 from keepbusy.timeline.steps import whole_steps
 
 SECOND = 10**9
@@ -127,6 +129,13 @@ def test_what_lies_beside_the_loop_on_one_rank_is_no_step_of_any() -> None:
     assert len(whole_steps(both).marks_of(0)) == 5
     other = merge([first, second.change(marks=second.marks[:-1])])
     assert (other.facts.loop, other.facts.beside, len(other.marks)) == ("", (), 14)
+
+
+def test_the_rank_that_failed_first_ended_the_run() -> None:
+    whole = steps_of_two(late=300).timeline()
+    ends = (CutShort("RuntimeError", "train.py:8", ended=7), CutShort("ValueError", "train.py:5", ended=3))
+    merged = merge([alone(whole, rank).change_facts(cut_short=end) for rank, end in enumerate(ends)])
+    assert merged.facts.cut_short == replace(ends[1], rank=1)
 
 
 def test_one_rank_is_left_as_it_is() -> None:

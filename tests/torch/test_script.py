@@ -442,6 +442,17 @@ while True:
 """
 
 
+def test_a_sigterm_during_the_report_waits_for_it(tmp_path: Path) -> None:
+    """torchrun ends all ranks once one has failed; the first is at the report then."""
+    during = "import os, signal\nimport keepbusy.cli.run as run\nreport = run._report\n" + (
+        "def ended(*given):\n    os.kill(os.getpid(), signal.SIGTERM)\n    report(*given)\nrun._report = ended\n"
+    )
+    (tmp_path / "train.py").write_text(WORK + during + "x.sum().item()\n")
+    ours = run(tmp_path, *MODELLED, "train.py")
+    assert (ours.returncode, ours.stderr) == (-signal.SIGTERM, "")
+    assert "The GPU is busy " in ours.stdout
+
+
 def test_a_sigterm_within_us_waits_until_the_program_goes_on(tmp_path: Path) -> None:
     """The report is made in a thread of its own, not in the midst of whatever the signal came upon."""
     (tmp_path / "train.py").write_text(INTERRUPTED)

@@ -439,6 +439,30 @@ def test_sharded_training_gives_the_losses_of_a_plain_run(run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+FAILS = """\
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, device="cuda"))
+optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(64, 64, device="cuda")
+for step in range(8):
+    if rank == 1 and step == 5:
+        raise ValueError("bad batch")
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_when_a_rank_fails_the_report_says_which_and_where(run) -> None:
+    """The first rank fails after it, and the launcher ends it while it makes the report."""
+    done = run(FAILS, before=("--ranks", "2"))
+    assert done.returncode != 0
+    assert done.stdout.lstrip("\n").startswith("Rank 1 failed with ValueError at train.py:11 after ")
+
+
 @pytest.mark.parametrize("script", ["raise ValueError('one died')\n"])
 def test_a_rank_that_dies_ends_the_others_with_its_message(run, script: str) -> None:
     done = run(script, before=("--ranks", "2"))

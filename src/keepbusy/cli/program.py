@@ -392,8 +392,8 @@ def world() -> int:
 
 
 def devices(asked: int) -> int:
-    """Each rank of this host has a device of its own."""
-    return max(asked, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Each rank of this host has a device of its own. Under `srun python` it knows only its own rank."""
+    return max(asked, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
 
 
 def gathered(timeline: Timeline) -> Timeline | None:

@@ -12,6 +12,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -365,7 +366,8 @@ def cut_short(number: int = 0) -> CutShort | None:
     sources = SourceLoops(read_source)
     loops = [f"{shown(code.co_filename)}:{loop.first}" for code, line in own for loop in sources.around(code, line)]
     by = type(error).__name__ if error is not None else signal.Signals(number).name
-    return CutShort(by, users[-1] if users else "", tuple(dict.fromkeys([*users, *loops])))
+    within = tuple(dict.fromkeys([*users, *loops]))
+    return CutShort(by, users[-1] if users else "", within, ended=time.time_ns() // 1_000_000)
 
 
 _set, _get, _set_wakeup = signal.signal, signal.getsignal, signal.set_wakeup_fd
@@ -413,9 +415,15 @@ class Ending:
             self._let_go()
             if threading.current_thread() is threading.main_thread():
                 _set(signal.SIGINT, signal.SIG_IGN)  # it would show a traceback of ours, of a program that has ended
+                if _get(signal.SIGTERM) is signal.SIG_DFL:  # torchrun ends all ranks once one has failed
+                    _set(signal.SIGTERM, self._end_after_last)
             self._last()
         if self.signal:
             _die_of(self.signal)
+
+    def _end_after_last(self, number: int, _frame: FrameType | None) -> None:
+        self.signal = number
+        _set(number, signal.SIG_DFL)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         ours = None if self._in_handler or self._is_awaited else _call_of_ours(frame)

@@ -81,7 +81,7 @@ def _joined_facts(each: Sequence[RunFacts], ranks: Sequence[int], turns: int) ->
         groups={group: members for facts in each for group, members in facts.groups.items()},
         loaders=tuple(sorted(loaders, key=lambda use: use.began - use.waited)),
         uneven=tuple(uneven_loops(trees)),
-        cut_short=min(ended, key=lambda one: one.how != "failed", default=None),  # the others are killed then
+        cut_short=min(ended, key=lambda one: (one.how != "failed", one.ended), default=None),  # the others follow it
         notes=(*each[0].notes, *where_ranks_differ(trees)),
         loop=each[0].loop if turns else "",
         beside=tuple(sorted({number for facts in each for number in facts.beside if number < turns - 1})),

@@ -126,6 +126,7 @@ class CutShort:
     place: str = ""  # the program's innermost line then: file:line
     within: tuple[str, ...] = ()  # the lines that it stood in, and those of the loops around them
     rank: int = NONE  # of several ranks, which one
+    ended: int = 0  # when, by the system's clock, in ms
 
     @property
     def how(self) -> str:
