@@ -9,8 +9,8 @@
    without a lock. The file `names` holds a line of JSON for each thing that rows refer to by number: what was called,
    Python stacks, streams, threads, communicators. Both files are complete after each call, however the process ends.
 
-   What it must never do: fail a call that would have succeeded, take Python's lock (whoever holds it may wait for a lock
-   that the caller of the driver holds), or write into a forked child. On anything unexpected it stops and says why. */
+   What it must never do: fail a call that would have succeeded, take Python's lock (its holder may wait for a lock that
+   the caller of the driver holds), or write into a forked child. On anything unexpected it stops and says why. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
@@ -38,7 +38,7 @@ typedef uint8_t u8;
 #define THREAD_LOCAL __thread __attribute__((tls_model("initial-exec")))
 typedef int result; /* CUresult and ncclResult_t: 0 is success */
 
-/* ---- what a row says ---------------------------------------------------------------------------------------- */
+/* ---- what a row says --------------------------------------------------------------------------------------------- */
 
 #define KINDS(X)                                                                                                       \
     X(launch) X(copy_to_gpu) X(copy_to_host) X(copy_on_gpu) X(copy) X(set_memory) X(host_function) X(graph_launch)     \
@@ -74,7 +74,7 @@ enum { FAILED = 1, CAPTURED = 2, PAGEABLE = 4, BLOCKING = 8 };
 #define CHUNK_ROWS (1u << 15)
 #define CHUNK_BYTES (CHUNK_ROWS * sizeof(struct row))
 
-/* ---- state --------------------------------------------------------------------------------------------------- */
+/* ---- state ------------------------------------------------------------------------------------------------------- */
 
 static atomic_bool on;                  /* rows are written */
 static _Atomic(const char *) stopped;   /* why it stopped before the end, or NULL */
@@ -83,15 +83,13 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* for what is seldom: 
 
 static bool use_counter; /* the processor's: two readings are a third of what a row costs, of the system's clock half */
 
-static u64 nanoseconds(void)
-{
+static u64 nanoseconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (u64)t.tv_sec * 1000000000u + (u64)t.tv_nsec;
 }
 
-static u64 now(void)
-{
+static u64 now(void) {
     if (!use_counter)
         return nanoseconds();
 #if defined(__x86_64__)
@@ -103,22 +101,20 @@ static u64 now(void)
 #endif
 }
 
-static void stop(const char *why)
-{
+static void stop(const char *why) {
     const char *none = NULL;
     atomic_compare_exchange_strong(&stopped, &none, why);
     atomic_store(&on, false);
 }
 
-/* ---- lines of `names` ------------------------------------------------------------------------------------------ */
+/* ---- lines of `names` -------------------------------------------------------------------------------------------- */
 
 struct text {
     char *start;
     size_t size, room;
 };
 
-static void add(struct text *text, const char *from, size_t size)
-{
+static void add(struct text *text, const char *from, size_t size) {
     if (text->size + size > text->room) {
         size_t room = 2 * (text->size + size) + 256;
         char *start = realloc(text->start, room);
@@ -133,8 +129,7 @@ static void add(struct text *text, const char *from, size_t size)
     text->size += size;
 }
 
-__attribute__((format(printf, 2, 3))) static void add_format(struct text *text, const char *format, ...)
-{
+__attribute__((format(printf, 2, 3))) static void add_format(struct text *text, const char *format, ...) {
     char buffer[512];
     va_list arguments;
     va_start(arguments, format);
@@ -144,8 +139,7 @@ __attribute__((format(printf, 2, 3))) static void add_format(struct text *text, 
         add(text, buffer, (size_t)size < sizeof buffer ? (size_t)size : sizeof buffer - 1);
 }
 
-static void add_character(struct text *text, u32 c)
-{
+static void add_character(struct text *text, u32 c) {
     if (c == '"' || c == '\\')
         add_format(text, "\\%c", (char)c);
     else if (c >= 0x20 && c < 0x7f)
@@ -156,8 +150,7 @@ static void add_character(struct text *text, u32 c)
         add_format(text, "\\u%04x\\u%04x", 0xd7c0 + (c >> 10), 0xdc00 + (c & 0x3ff));
 }
 
-static void add_string(struct text *text, const char *string)
-{
+static void add_string(struct text *text, const char *string) {
     add(text, "\"", 1);
     for (; *string; string++)
         add_character(text, (u8)*string);
@@ -165,8 +158,7 @@ static void add_string(struct text *text, const char *string)
 }
 
 /* The lock is held. */
-static void write_line(struct text *text)
-{
+static void write_line(struct text *text) {
     add(text, "\n", 1);
     for (size_t done = 0; done < text->size;) {
         ssize_t written = write(names_file, text->start + done, text->size - done);
@@ -182,15 +174,14 @@ static void write_line(struct text *text)
 }
 
 /* The lock is held. */
-static void write_clock(void)
-{
+static void write_clock(void) {
     struct text text = {0};
     add_format(&text, "{\"ticks\":%llu,\"nanoseconds\":%llu}", (unsigned long long)now(),
                (unsigned long long)nanoseconds());
     write_line(&text);
 }
 
-/* ---- numbers for things that come back: stacks, calls, streams -------------------------------------------------- */
+/* ---- numbers for things that come back: stacks, calls, streams --------------------------------------------------- */
 
 struct table {
     struct {
@@ -200,26 +191,22 @@ struct table {
     u32 size, used, most;
 };
 
-static bool make_table(struct table *table, u32 size, u32 most)
-{
+static bool make_table(struct table *table, u32 size, u32 most) {
     *table = (struct table){calloc(size, sizeof *table->slots), size, 0, most};
     return table->slots != NULL;
 }
 
-static u64 mix(u64 hash, u64 value)
-{
+static u64 mix(u64 hash, u64 value) {
     return (hash ^ value) * 0x9e3779b97f4a7c15u;
 }
 
-static u64 finished(u64 hash)
-{
+static u64 finished(u64 hash) {
     hash ^= hash >> 32;
     return hash ? hash : 1;
 }
 
 /* Without a lock: a slot's number is written before its hash. */
-static u32 known(const struct table *table, u64 hash, u32 *free_slot)
-{
+static u32 known(const struct table *table, u64 hash, u32 *free_slot) {
     for (u32 slot = (u32)hash & (table->size - 1);; slot = (slot + 1) & (table->size - 1)) {
         u64 found = atomic_load_explicit(&table->slots[slot].hash, memory_order_acquire);
         if (found == hash)
@@ -232,8 +219,7 @@ static u32 known(const struct table *table, u64 hash, u32 *free_slot)
 }
 
 /* The lock is held. 0: the table is full. */
-static u32 add_number(struct table *table, u64 hash, u32 slot)
-{
+static u32 add_number(struct table *table, u64 hash, u32 slot) {
     if (table->used == table->most)
         return 0;
     table->slots[slot].number = ++table->used;
@@ -244,7 +230,7 @@ static u32 add_number(struct table *table, u64 hash, u32 slot)
 static struct table calls, stacks, streams, code_objects;
 static atomic_uint kernels_unloaded, code_destroyed; /* an address from before may mean something else now */
 
-/* ---- Python stacks ---------------------------------------------------------------------------------------------- */
+/* ---- Python stacks ----------------------------------------------------------------------------------------------- */
 
 /* Where CPython of this version keeps what is read here; Python fills it in, and tries it before it is used. */
 struct python_layout {
@@ -258,38 +244,33 @@ struct python_layout {
 };
 static struct python_layout python;
 
-static const char *address_at(const char *object, u32 offset)
-{
+static const char *address_at(const char *object, u32 offset) {
     const char *address;
     memcpy(&address, object + offset, sizeof address);
     return address;
 }
 
 /* The frames of the thread that calls, innermost first. They are its own and it is in C: nobody changes them now. */
-static const char *first_frame(void)
-{
+static const char *first_frame(void) {
     const char *state = python.thread_state ? python.thread_state() : NULL;
     if (state && python.frame_holder)
         state = address_at(state, python.frame_holder);
     return state ? address_at(state, python.current_frame) : NULL;
 }
 
-static const char *code_of(const char *frame)
-{
+static const char *code_of(const char *frame) {
     return (const char *)((uintptr_t)address_at(frame, python.code) & ~(uintptr_t)3); /* CPython 3.14 tags it */
 }
 
-static u64 hash_of_frames(const char *frame)
-{
+static u64 hash_of_frames(const char *frame) {
     u64 hash = atomic_load_explicit(&code_destroyed, memory_order_relaxed) + 1;
     for (; frame; frame = address_at(frame, python.previous))
         if ((u8)frame[python.owner] < python.first_owner_in_c)
-            hash = mix(hash, (uintptr_t)address_at(frame, python.code) ^ (uintptr_t)address_at(frame, python.instruction) << 20);
+            hash = mix(hash, (u64)address_at(frame, python.code) ^ (u64)address_at(frame, python.instruction) << 20);
     return finished(hash);
 }
 
-static void add_python_string(struct text *text, const char *string)
-{
+static void add_python_string(struct text *text, const char *string) {
     u64 length;
     u32 state;
     memcpy(&length, string + python.length, sizeof length);
@@ -304,8 +285,7 @@ static void add_python_string(struct text *text, const char *string)
     add(text, "\"", 1);
 }
 
-static void add_frames(struct text *text, const char *frame)
-{
+static void add_frames(struct text *text, const char *frame) {
     const char *before = "[";
     for (; frame; frame = address_at(frame, python.previous)) {
         if ((u8)frame[python.owner] >= python.first_owner_in_c)
@@ -322,16 +302,14 @@ static void add_frames(struct text *text, const char *frame)
 }
 
 /* Before the driver is called, so that what is needed after is in the cache by then. */
-static u64 stack_hash(void)
-{
+static u64 stack_hash(void) {
     const char *frame = first_frame();
     u64 hash = frame ? hash_of_frames(frame) : 0;
     __builtin_prefetch(&stacks.slots[(u32)hash & (stacks.size - 1)]);
     return hash;
 }
 
-static u32 stack_number(u64 hash)
-{
+static u32 stack_number(u64 hash) {
     u32 slot, number = hash ? known(&stacks, hash, &slot) : 0;
     if (number || !hash)
         return number;
@@ -354,15 +332,14 @@ static u32 stack_number(u64 hash)
 }
 
 /* Python destroys a code object: another one may get its address. CPython 3.12 and later say so. */
-int hostlog_code_event(int event, const void *code)
-{
+int hostlog_code_event(int event, const void *code) {
     u32 slot;
     if (event == 1 && atomic_load(&on) && known(&code_objects, finished(mix(1, (uintptr_t)code)), &slot))
         atomic_fetch_add(&code_destroyed, 1);
     return 0;
 }
 
-/* ---- what was called, and on which stream ------------------------------------------------------------------------- */
+/* ---- what was called, and on which stream ------------------------------------------------------------------------ */
 
 static result (*name_of_function)(const char **, void *), (*name_of_kernel)(const char **, void *);
 
@@ -370,8 +347,7 @@ struct shape {
     u32 grid[3], block[3], shared;
 };
 
-static u32 call_number(enum kind kind, const void *function, const struct shape *shape)
-{
+static u32 call_number(enum kind kind, const void *function, const struct shape *shape) {
     u64 hash = mix(mix(1, (u64)kind | (u64)atomic_load_explicit(&kernels_unloaded, memory_order_relaxed) << 8),
                    (uintptr_t)function);
     if (shape) {
@@ -420,8 +396,7 @@ static THREAD_LOCAL struct thread {
 } mine __attribute__((aligned(64)));
 
 /* `handle` 0 is the default stream: of the context, or of the thread where the caller was compiled for that. */
-static u16 stream_number(const void *handle, bool default_of_thread)
-{
+static u16 stream_number(const void *handle, bool default_of_thread) {
     uintptr_t h = (uintptr_t)handle;
     bool of_thread = h == 2 || (h == 0 && default_of_thread);
     if (h <= 2)
@@ -452,7 +427,7 @@ static u16 stream_number(const void *handle, bool default_of_thread)
     return mine.stream_number;
 }
 
-/* ---- rows ------------------------------------------------------------------------------------------------------ */
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
 
 static pthread_cond_t chunk_taken = PTHREAD_COND_INITIALIZER;
 static struct row *ready_chunk; /* the next one; under `lock`, as all of these */
@@ -466,14 +441,13 @@ static struct ended {
 static pthread_key_t at_thread_end;
 
 /* The lock is held. NULL, and why. */
-static struct row *new_chunk(const char **why)
-{
+static struct row *new_chunk(const char **why) {
     int before = errno, error = 0;
     void *rows = MAP_FAILED;
     u64 at = chunks * CHUNK_BYTES;
     if (chunks == most_chunks)
         *why = "the log reached its limit of size";
-    else if ((error = posix_fallocate(rows_file, (off_t)at, CHUNK_BYTES))) /* writing to a page without room would kill */
+    else if ((error = posix_fallocate(rows_file, (off_t)at, CHUNK_BYTES))) /* a write to a page without room kills */
         *why = error == ENOSPC ? "the disk is full" : "the file of its rows could not grow";
     else if ((rows = mmap(NULL, CHUNK_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, rows_file, (off_t)at)) == MAP_FAILED)
         *why = "the file of its rows could not be mapped";
@@ -484,8 +458,7 @@ static struct row *new_chunk(const char **why)
 }
 
 /* A thread of its own keeps one chunk ready. The first write to each page of a file takes 12 us. */
-static void *prepare_chunks(void *nothing)
-{
+static void *prepare_chunks(void *nothing) {
     pthread_mutex_lock(&lock);
     while (atomic_load(&on)) {
         const char *why; /* whoever needs a chunk and gets none says it */
@@ -505,8 +478,7 @@ static void *prepare_chunks(void *nothing)
 }
 
 /* The lock is held. */
-static void start_preparing(void)
-{
+static void start_preparing(void) {
     pthread_t thread;
     sigset_t all, before;
     sigfillset(&all);
@@ -517,8 +489,7 @@ static void start_preparing(void)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static bool next_chunk(void)
-{
+static bool next_chunk(void) {
     if (mine.end)
         munmap(mine.end - CHUNK_ROWS, CHUNK_BYTES);
     pthread_mutex_lock(&lock);
@@ -537,8 +508,7 @@ static bool next_chunk(void)
     return mine.next;
 }
 
-static void introduce_thread(void)
-{
+static void introduce_thread(void) {
     pthread_mutex_lock(&lock);
     struct ended *one = ended;
     if (one) {
@@ -561,8 +531,7 @@ static void introduce_thread(void)
     pthread_mutex_unlock(&lock);
 }
 
-static void thread_ended(void *nothing)
-{
+static void thread_ended(void *nothing) {
     (void)nothing;
     struct ended *one = malloc(sizeof *one);
     if (one) {
@@ -574,8 +543,7 @@ static void thread_ended(void *nothing)
     memset(&mine, 0, sizeof mine);
 }
 
-static void put(u32 call, u64 stack, u64 begin, u64 took, u64 value, u16 stream, u8 flags)
-{
+static void put(u32 call, u64 stack, u64 begin, u64 took, u64 value, u16 stream, u8 flags) {
     if (!mine.number)
         introduce_thread();
     if (!mine.number || (mine.next == mine.end && !next_chunk()))
@@ -599,8 +567,7 @@ static result (*ask_capturing)(void *stream, int *status);
 static result (*ask_pointer)(void *data, int attribute, u64 pointer);
 static atomic_int captures; /* streams that record a graph now */
 
-static u8 captured(void *stream)
-{
+static u8 captured(void *stream) {
     int status = 0;
     if (!atomic_load_explicit(&captures, memory_order_relaxed) || !ask_capturing || ask_capturing(stream, &status))
         return 0;
@@ -608,14 +575,13 @@ static u8 captured(void *stream)
 }
 
 /* Memory of the host that the driver doesn't know is pageable. */
-static u8 pageable(const void *host)
-{
+static u8 pageable(const void *host) {
     u32 memory_type = 0;
     return ask_pointer && ask_pointer(&memory_type, 2, (uintptr_t)host) ? PAGEABLE : 0;
 }
 
-/* The symbol that the library exports, the name that cuGetProcAddress is asked for, and the CUDA version from which that
-   name means this symbol. Without a wrapper: the symbol has other parameters than the one before, and is not logged. */
+/* The symbol that the library exports, the name that cuGetProcAddress is asked for, and the CUDA version from which it
+   means this symbol. Without a wrapper: the symbol has other parameters than the one before, and is not logged. */
 struct function {
     const char *symbol, *name;
     int since;
@@ -630,16 +596,15 @@ struct function {
 #define SECTION __attribute__((section("functions"), used)) /* of which the linker says where it starts and stops */
 extern const struct function *const __start_functions[], *const __stop_functions[];
 /* `log_f` stands for `real_f`. What it does after the call is given last. */
-#define WRAP(f, suffix, since, ...) WRAP_AS(f, false, __VA_ARGS__) ENTRY(f, #f suffix, #f, since, false)
-#define WRAP_TWO(f, suffix, own_suffix, since, ...)                                                                    \
-    WRAP(f, suffix, since, __VA_ARGS__)                                                                                \
+#define ONE(f, suffix, since, ...) WRAP_AS(f, false, __VA_ARGS__) ENTRY(f, #f suffix, #f, since, false)
+#define TWO(f, suffix, own_suffix, since, ...)                                                                    \
+    ONE(f, suffix, since, __VA_ARGS__)                                                                                \
     WRAP_AS(f##_own, true, __VA_ARGS__) ENTRY(f##_own, #f suffix own_suffix, #f, since, true)
-#define WRAP_BOTH(f, suffix, since, ...) WRAP_TWO(f, suffix, "_ptsz", since, __VA_ARGS__)
-#define WRAP_COPY(f, suffix, since, ...) WRAP_TWO(f, suffix, "_ptds", since, __VA_ARGS__)
+#define BOTH(f, suffix, since, ...) TWO(f, suffix, "_ptsz", since, __VA_ARGS__)
+#define COPIES(f, suffix, since, ...) TWO(f, suffix, "_ptds", since, __VA_ARGS__)
 #define WRAP_AS(f, is_own, parameters, arguments, ...)                                                                 \
     static result(*real_##f) parameters;                                                                               \
-    static result log_##f parameters                                                                                   \
-    {                                                                                                                  \
+    static result log_##f parameters {                                                                                 \
         if (!atomic_load_explicit(&on, memory_order_relaxed))                                                          \
             return real_##f arguments;                                                                                 \
         const bool own = is_own;                                                                                       \
@@ -647,16 +612,17 @@ extern const struct function *const __start_functions[], *const __stop_functions
         result r = real_##f arguments;                                                                                 \
         u64 took = now() - begin;                                                                                      \
         u8 flags = r ? FAILED : 0;                                                                                     \
-        (void)own, (void)stack, (void)took, (void)flags;                                                                           \
+        (void)own, (void)stack, (void)took, (void)flags;                                                               \
         __VA_ARGS__;                                                                                                   \
         return r;                                                                                                      \
     }
-#define ROW(kind, value, stream)                                                                                       \
-    put(call_number(KIND_##kind, NULL, NULL), stack, begin, took, (u64)(value), stream_number(stream, own), flags)
-#define ROW_NO_STREAM(kind, value) put(call_number(KIND_##kind, NULL, NULL), stack, begin, took, (u64)(value), 0, flags)
+#define PUT(call, value, stream) put(call, stack, begin, took, (u64)(uintptr_t)(value), stream, flags)
+#define ROW(kind, value, stream) PUT(call_number(KIND_##kind, NULL, NULL), value, stream_number(stream, own))
+#define HOST_ROW(kind, value) PUT(call_number(KIND_##kind, NULL, NULL), value, 0)
 #define LAUNCH(function, gx, gy, gz, bx, by, bz, shared, stream)                                                       \
-    put(call_number(KIND_launch, function, &(struct shape){{gx, gy, gz}, {bx, by, bz}, shared}), stack, begin, took, 0,             \
-        stream_number(stream, own), flags | captured(stream))
+    flags |= captured(stream);                                                                                         \
+    struct shape shape = {{gx, gy, gz}, {bx, by, bz}, shared};                                                         \
+    PUT(call_number(KIND_launch, function, &shape), 0, stream_number(stream, own))
 #define COPY(kind, bytes, stream, more)                                                                                \
     flags |= captured(stream) | (more);                                                                                \
     ROW(kind, bytes, stream)
@@ -699,105 +665,109 @@ enum { HOST = 1, DEVICE = 2 }; /* CUmemorytype */
     }
 
 typedef void *stream_t;
-WRAP_BOTH(cuLaunchKernel, "", 4000,
-     (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t s, void **p, void **e),
-     (f, gx, gy, gz, bx, by, bz, shared, s, p, e), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
-WRAP_BOTH(cuLaunchKernelEx, "", 11060, (const struct launch_config *c, void *f, void **p, void **e), (c, f, p, e),
-     LAUNCH(f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream))
-WRAP_BOTH(cuLaunchCooperativeKernel, "", 9000,
-     (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t s, void **p),
-     (f, gx, gy, gz, bx, by, bz, shared, s, p), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
-WRAP_BOTH(cuLaunchHostFunc, "", 10000, (stream_t s, void (*f)(void *), void *data), (s, f, data), flags |= captured(s);
+BOTH(cuLaunchKernel, "", 4000, (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t s, void
+     **p, void **e), (f, gx, gy, gz, bx, by, bz, shared, s, p, e), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
+BOTH(cuLaunchKernelEx, "", 11060, (const struct launch_config *c, void *f, void **p, void **e), (c, f, p, e), LAUNCH(f,
+     c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream))
+BOTH(cuLaunchCooperativeKernel, "", 9000, (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t
+     s, void **p), (f, gx, gy, gz, bx, by, bz, shared, s, p), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
+BOTH(cuLaunchHostFunc, "", 10000, (stream_t s, void (*f)(void *), void *data), (s, f, data), flags |= captured(s);
      ROW(host_function, 0, s))
-WRAP_BOTH(cuGraphLaunch, "", 10000, (void *exec, stream_t s), (exec, s), flags |= captured(s); ROW(graph_launch, (uintptr_t)exec, s))
+BOTH(cuGraphLaunch, "", 10000, (void *exec, stream_t s), (exec, s), flags |= captured(s); ROW(graph_launch, exec, s))
 
-WRAP_BOTH(cuMemcpyHtoDAsync, "_v2", 3020, (u64 to, const void *from, size_t n, stream_t s), (to, from, n, s),
+BOTH(cuMemcpyHtoDAsync, "_v2", 3020, (u64 to, const void *from, size_t n, stream_t s), (to, from, n, s),
      COPY(copy_to_gpu, n, s, pageable(from)))
-WRAP_BOTH(cuMemcpyDtoHAsync, "_v2", 3020, (void *to, u64 from, size_t n, stream_t s), (to, from, n, s),
-     COPY(copy_to_host, n, s, pageable(to)))
-WRAP_BOTH(cuMemcpyDtoDAsync, "_v2", 3020, (u64 to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy_on_gpu, n, s, 0))
-WRAP_BOTH(cuMemcpyAsync, "", 4000, (u64 to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy, n, s, 0))
-WRAP_BOTH(cuMemcpyPeerAsync, "", 4000, (u64 to, void *to_context, u64 from, void *from_context, size_t n, stream_t s),
-     (to, to_context, from, from_context, n, s), COPY(copy_on_gpu, n, s, 0))
-WRAP_BOTH(cuMemcpy2DAsync, "_v2", 3020, (const struct copy_2d *c, stream_t s), (c, s), COPY_BY_TYPES(c, c->width * c->height, s, 0))
-WRAP_BOTH(cuMemcpy3DAsync, "_v2", 3020, (const struct copy_3d *c, stream_t s), (c, s),
-     COPY_BY_TYPES(c, c->width * c->height * c->depth, s, 0))
-WRAP_COPY(cuMemcpyHtoD, "_v2", 3020, (u64 to, const void *from, size_t n), (to, from, n),
-     COPY(copy_to_gpu, n, NULL, pageable(from) | BLOCKING))
-WRAP_COPY(cuMemcpyDtoH, "_v2", 3020, (void *to, u64 from, size_t n), (to, from, n), COPY(copy_to_host, n, NULL, pageable(to) | BLOCKING))
-WRAP_COPY(cuMemcpyDtoD, "_v2", 3020, (u64 to, u64 from, size_t n), (to, from, n), COPY(copy_on_gpu, n, NULL, BLOCKING))
-WRAP_COPY(cuMemcpy, "", 4000, (u64 to, u64 from, size_t n), (to, from, n), COPY(copy, n, NULL, BLOCKING))
-WRAP_COPY(cuMemcpy2D, "_v2", 3020, (const struct copy_2d *c), (c), COPY_BY_TYPES(c, c->width * c->height, NULL, BLOCKING))
-WRAP_COPY(cuMemcpy3D, "_v2", 3020, (const struct copy_3d *c), (c), COPY_BY_TYPES(c, c->width * c->height * c->depth, NULL, BLOCKING))
-WRAP_BOTH(cuMemsetD8Async, "", 3020, (u64 to, u8 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, n, s, 0))
-WRAP_BOTH(cuMemsetD16Async, "", 3020, (u64 to, u16 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, 2 * n, s, 0))
-WRAP_BOTH(cuMemsetD32Async, "", 3020, (u64 to, u32 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, 4 * n, s, 0))
-WRAP_BOTH(cuMemsetD2D8Async, "", 3020, (u64 to, size_t pitch, u8 v, size_t w, size_t h, stream_t s), (to, pitch, v, w, h, s),
+BOTH(cuMemcpyDtoHAsync, "_v2", 3020, (void *to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy_to_host, n,
+     s, pageable(to)))
+BOTH(cuMemcpyDtoDAsync, "_v2", 3020, (u64 to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy_on_gpu, n, s,
+     0))
+BOTH(cuMemcpyAsync, "", 4000, (u64 to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy, n, s, 0))
+BOTH(cuMemcpyPeerAsync, "", 4000, (u64 to, void *to_context, u64 from, void *from_context, size_t n, stream_t s), (to,
+     to_context, from, from_context, n, s), COPY(copy_on_gpu, n, s, 0))
+BOTH(cuMemcpy2DAsync, "_v2", 3020, (const struct copy_2d *c, stream_t s), (c, s), COPY_BY_TYPES(c, c->width * c->height,
+     s, 0))
+BOTH(cuMemcpy3DAsync, "_v2", 3020, (const struct copy_3d *c, stream_t s), (c, s), COPY_BY_TYPES(c, c->width * c->height
+     * c->depth, s, 0))
+COPIES(cuMemcpyHtoD, "_v2", 3020, (u64 to, const void *from, size_t n), (to, from, n), COPY(copy_to_gpu, n, NULL,
+     pageable(from) | BLOCKING))
+COPIES(cuMemcpyDtoH, "_v2", 3020, (void *to, u64 from, size_t n), (to, from, n), COPY(copy_to_host, n, NULL,
+     pageable(to) | BLOCKING))
+COPIES(cuMemcpyDtoD, "_v2", 3020, (u64 to, u64 from, size_t n), (to, from, n), COPY(copy_on_gpu, n, NULL, BLOCKING))
+COPIES(cuMemcpy, "", 4000, (u64 to, u64 from, size_t n), (to, from, n), COPY(copy, n, NULL, BLOCKING))
+COPIES(cuMemcpy2D, "_v2", 3020, (const struct copy_2d *c), (c), COPY_BY_TYPES(c, c->width * c->height, NULL, BLOCKING))
+COPIES(cuMemcpy3D, "_v2", 3020, (const struct copy_3d *c), (c), COPY_BY_TYPES(c, c->width * c->height * c->depth, NULL,
+     BLOCKING))
+BOTH(cuMemsetD8Async, "", 3020, (u64 to, u8 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, n, s, 0))
+BOTH(cuMemsetD16Async, "", 3020, (u64 to, u16 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, 2 * n, s, 0))
+BOTH(cuMemsetD32Async, "", 3020, (u64 to, u32 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, 4 * n, s, 0))
+BOTH(cuMemsetD2D8Async, "", 3020, (u64 to, size_t pitch, u8 v, size_t w, size_t h, stream_t s), (to, pitch, v, w, h, s),
      COPY(set_memory, w * h, s, 0))
-WRAP_BOTH(cuMemsetD2D32Async, "", 3020, (u64 to, size_t pitch, u32 v, size_t w, size_t h, stream_t s), (to, pitch, v, w, h, s),
-     COPY(set_memory, 4 * w * h, s, 0))
-WRAP_COPY(cuMemsetD8, "_v2", 3020, (u64 to, u8 v, size_t n), (to, v, n), COPY(set_memory, n, NULL, BLOCKING))
-WRAP_COPY(cuMemsetD32, "_v2", 3020, (u64 to, u32 v, size_t n), (to, v, n), COPY(set_memory, 4 * n, NULL, BLOCKING))
+BOTH(cuMemsetD2D32Async, "", 3020, (u64 to, size_t pitch, u32 v, size_t w, size_t h, stream_t s), (to, pitch, v, w, h,
+     s), COPY(set_memory, 4 * w * h, s, 0))
+COPIES(cuMemsetD8, "_v2", 3020, (u64 to, u8 v, size_t n), (to, v, n), COPY(set_memory, n, NULL, BLOCKING))
+COPIES(cuMemsetD32, "_v2", 3020, (u64 to, u32 v, size_t n), (to, v, n), COPY(set_memory, 4 * n, NULL, BLOCKING))
 
-WRAP_BOTH(cuStreamSynchronize, "", 2000, (stream_t s), (s), ROW(stream_sync, 0, s))
-WRAP_BOTH(cuStreamQuery, "", 2000, (stream_t s), (s), ROW(stream_query, r, s))
-WRAP_BOTH(cuStreamWaitEvent, "", 3020, (stream_t s, void *e, u32 f), (s, e, f), flags |= captured(s);
-     ROW(event_wait, (uintptr_t)e, s))
-WRAP_BOTH(cuEventRecord, "", 2000, (void *e, stream_t s), (e, s), flags |= captured(s); ROW(event_record, (uintptr_t)e, s))
-WRAP_BOTH(cuEventRecordWithFlags, "", 11010, (void *e, stream_t s, u32 f), (e, s, f), flags |= captured(s);
-     ROW(event_record, (uintptr_t)e, s))
-WRAP(cuEventSynchronize, "", 2000, (void *e), (e), ROW_NO_STREAM(event_sync, (uintptr_t)e))
-WRAP(cuEventQuery, "", 2000, (void *e), (e), ROW_NO_STREAM(event_query, (uintptr_t)e))
-WRAP(cuCtxSynchronize, "", 2000, (void), (), ROW_NO_STREAM(context_sync, 0))
-WRAP(cuStreamCreate, "", 2000, (stream_t *s, u32 f), (s, f), if (!r) ROW(stream_create, 0, *s))
-WRAP(cuStreamCreateWithPriority, "", 5050, (stream_t *s, u32 f, int priority), (s, f, priority),
-     if (!r) ROW(stream_create, (int64_t)priority, *s))
-WRAP(cuStreamDestroy, "_v2", 4000, (stream_t s), (s), ROW(stream_destroy, 0, s))
-WRAP_BOTH(cuStreamBeginCapture, "_v2", 10010, (stream_t s, int mode), (s, mode), if (!r) atomic_fetch_add(&captures, 1);
+BOTH(cuStreamSynchronize, "", 2000, (stream_t s), (s), ROW(stream_sync, 0, s))
+BOTH(cuStreamQuery, "", 2000, (stream_t s), (s), ROW(stream_query, r, s))
+BOTH(cuStreamWaitEvent, "", 3020, (stream_t s, void *e, u32 f), (s, e, f), flags |= captured(s); ROW(event_wait, e, s))
+BOTH(cuEventRecord, "", 2000, (void *e, stream_t s), (e, s), flags |= captured(s); ROW(event_record, e, s))
+BOTH(cuEventRecordWithFlags, "", 11010, (void *e, stream_t s, u32 f), (e, s, f), flags |= captured(s); ROW(event_record,
+     e, s))
+ONE(cuEventSynchronize, "", 2000, (void *e), (e), HOST_ROW(event_sync, e))
+ONE(cuEventQuery, "", 2000, (void *e), (e), HOST_ROW(event_query, e))
+ONE(cuCtxSynchronize, "", 2000, (void), (), HOST_ROW(context_sync, 0))
+ONE(cuStreamCreate, "", 2000, (stream_t *s, u32 f), (s, f), if (!r) ROW(stream_create, 0, *s))
+ONE(cuStreamCreateWithPriority, "", 5050, (stream_t *s, u32 f, int priority), (s, f, priority), if (!r)
+     ROW(stream_create, (int64_t)priority, *s))
+ONE(cuStreamDestroy, "_v2", 4000, (stream_t s), (s), ROW(stream_destroy, 0, s))
+BOTH(cuStreamBeginCapture, "_v2", 10010, (stream_t s, int mode), (s, mode), if (!r) atomic_fetch_add(&captures, 1);
      ROW(capture_begin, mode, s))
-WRAP_BOTH(cuStreamEndCapture, "", 10000, (stream_t s, void **graph), (s, graph), atomic_fetch_sub(&captures, atomic_load(&captures) > 0);
-     ROW(capture_end, r ? 0 : (uintptr_t)*graph, s))
-#define GRAPH_CREATE(exec, graph)                                                                                      \
-    put(call_number(KIND_graph_create, graph, NULL), stack, begin, took, r ? 0 : (uintptr_t) * (exec), 0, flags)
-WRAP(cuGraphInstantiateWithFlags, "", 11040, (void **exec, void *graph, u64 f), (exec, graph, f), GRAPH_CREATE(exec, graph))
+BOTH(cuStreamEndCapture, "", 10000, (stream_t s, void **graph), (s, graph), atomic_fetch_sub(&captures,
+     atomic_load(&captures) > 0); ROW(capture_end, r ? 0 : *graph, s))
+#define GRAPH_CREATE(exec, graph) PUT(call_number(KIND_graph_create, graph, NULL), r ? NULL : *(exec), 0)
+ONE(cuGraphInstantiateWithFlags, "", 11040, (void **exec, void *graph, u64 f), (exec, graph, f), GRAPH_CREATE(exec,
+     graph))
 ENTRY(cuGraphInstantiateWithFlags, "cuGraphInstantiateWithFlags", "cuGraphInstantiate", 12000, false)
-WRAP_AS(cuGraphInstantiate, false, (void **exec, void *graph, void **node, char *log, size_t n),
-        (exec, graph, node, log, n), GRAPH_CREATE(exec, graph))
+WRAP_AS(cuGraphInstantiate, false, (void **exec, void *graph, void **node, char *log, size_t n), (exec, graph, node,
+     log, n), GRAPH_CREATE(exec, graph))
 ENTRY(cuGraphInstantiate, "cuGraphInstantiate_v2", "cuGraphInstantiate", 11000, false)
-WRAP_BOTH(cuGraphInstantiateWithParams, "", 12000, (void **exec, void *graph, void *p), (exec, graph, p), GRAPH_CREATE(exec, graph))
-WRAP(cuGraphExecDestroy, "", 10000, (void *exec), (exec), ROW_NO_STREAM(graph_destroy, (uintptr_t)exec))
+BOTH(cuGraphInstantiateWithParams, "", 12000, (void **exec, void *graph, void *p), (exec, graph, p), GRAPH_CREATE(exec,
+     graph))
+ONE(cuGraphExecDestroy, "", 10000, (void *exec), (exec), HOST_ROW(graph_destroy, exec))
 
-WRAP(cuMemAlloc, "_v2", 3020, (u64 *to, size_t n), (to, n), ROW_NO_STREAM(allocate, n))
-WRAP_BOTH(cuMemAllocAsync, "", 11020, (u64 *to, size_t n, stream_t s), (to, n, s), ROW(allocate, n, s))
-WRAP_BOTH(cuMemAllocFromPoolAsync, "", 11020, (u64 *to, size_t n, void *pool, stream_t s), (to, n, pool, s), ROW(allocate, n, s))
-WRAP(cuMemFree, "_v2", 3020, (u64 p), (p), ROW_NO_STREAM(free, p))
-WRAP_BOTH(cuMemFreeAsync, "", 11020, (u64 p, stream_t s), (p, s), ROW(free, p, s))
-WRAP(cuMemHostAlloc, "", 2020, (void **to, size_t n, u32 f), (to, n, f), ROW_NO_STREAM(allocate_host, n))
-WRAP(cuMemAllocHost, "_v2", 3020, (void **to, size_t n), (to, n), ROW_NO_STREAM(allocate_host, n))
-WRAP(cuMemFreeHost, "", 2000, (void *p), (p), ROW_NO_STREAM(free_host, (uintptr_t)p))
-WRAP(cuMemHostRegister, "_v2", 6050, (void *p, size_t n, u32 f), (p, n, f), ROW_NO_STREAM(register_host, n))
-WRAP(cuMemHostUnregister, "", 4000, (void *p), (p), ROW_NO_STREAM(unregister_host, (uintptr_t)p))
-WRAP(cuMemMap, "", 10020, (u64 p, size_t n, size_t at, u64 handle, u64 f), (p, n, at, handle, f), ROW_NO_STREAM(map_memory, n))
-WRAP(cuMemUnmap, "", 10020, (u64 p, size_t n), (p, n), ROW_NO_STREAM(unmap_memory, n))
+ONE(cuMemAlloc, "_v2", 3020, (u64 *to, size_t n), (to, n), HOST_ROW(allocate, n))
+BOTH(cuMemAllocAsync, "", 11020, (u64 *to, size_t n, stream_t s), (to, n, s), ROW(allocate, n, s))
+BOTH(cuMemAllocFromPoolAsync, "", 11020, (u64 *to, size_t n, void *pool, stream_t s), (to, n, pool, s), ROW(allocate, n,
+     s))
+ONE(cuMemFree, "_v2", 3020, (u64 p), (p), HOST_ROW(free, p))
+BOTH(cuMemFreeAsync, "", 11020, (u64 p, stream_t s), (p, s), ROW(free, p, s))
+ONE(cuMemHostAlloc, "", 2020, (void **to, size_t n, u32 f), (to, n, f), HOST_ROW(allocate_host, n))
+ONE(cuMemAllocHost, "_v2", 3020, (void **to, size_t n), (to, n), HOST_ROW(allocate_host, n))
+ONE(cuMemFreeHost, "", 2000, (void *p), (p), HOST_ROW(free_host, p))
+ONE(cuMemHostRegister, "_v2", 6050, (void *p, size_t n, u32 f), (p, n, f), HOST_ROW(register_host, n))
+ONE(cuMemHostUnregister, "", 4000, (void *p), (p), HOST_ROW(unregister_host, p))
+ONE(cuMemMap, "", 10020, (u64 p, size_t n, size_t at, u64 handle, u64 f), (p, n, at, handle, f), HOST_ROW(map_memory,
+     n))
+ONE(cuMemUnmap, "", 10020, (u64 p, size_t n), (p, n), HOST_ROW(unmap_memory, n))
 
 #define UNLOADED                                                                                                       \
-    atomic_fetch_add(&kernels_unloaded, 1);                                                                             \
-    ROW_NO_STREAM(unload_code, 0)
-WRAP(cuModuleLoadData, "", 2000, (void **m, const void *image), (m, image), ROW_NO_STREAM(load_code, 0))
-WRAP(cuModuleLoadDataEx, "", 2010, (void **m, const void *image, u32 n, void *o, void **v), (m, image, n, o, v),
-     ROW_NO_STREAM(load_code, 0))
-WRAP(cuModuleUnload, "", 2000, (void *m), (m), UNLOADED)
-WRAP(cuLibraryLoadData, "", 12000, (void **l, const void *code, void *o, void **v, u32 n, void *lo, void **lv, u32 ln),
-     (l, code, o, v, n, lo, lv, ln), ROW_NO_STREAM(load_code, 0))
-WRAP(cuLibraryUnload, "", 12000, (void *l), (l), UNLOADED)
+    atomic_fetch_add(&kernels_unloaded, 1);                                                                            \
+    HOST_ROW(unload_code, 0)
+ONE(cuModuleLoadData, "", 2000, (void **m, const void *image), (m, image), HOST_ROW(load_code, 0))
+ONE(cuModuleLoadDataEx, "", 2010, (void **m, const void *image, u32 n, void *o, void **v), (m, image, n, o, v),
+     HOST_ROW(load_code, 0))
+ONE(cuModuleUnload, "", 2000, (void *m), (m), UNLOADED)
+ONE(cuLibraryLoadData, "", 12000, (void **l, const void *code, void *o, void **v, u32 n, void *lo, void **lv, u32 ln),
+     (l, code, o, v, n, lo, lv, ln), HOST_ROW(load_code, 0))
+ONE(cuLibraryUnload, "", 12000, (void *l), (l), UNLOADED)
 
 static result (*ask_context)(void **);
 #define CONTEXT_CHANGED                                                                                                \
     if (ask_context && ask_context(&mine.context))                                                                     \
         mine.context = NULL;
-WRAP(cuCtxSetCurrent, "", 4000, (void *c), (c), CONTEXT_CHANGED)
-WRAP(cuCtxPushCurrent, "_v2", 4000, (void *c), (c), CONTEXT_CHANGED)
-WRAP(cuCtxPopCurrent, "_v2", 4000, (void **c), (c), CONTEXT_CHANGED)
+ONE(cuCtxSetCurrent, "", 4000, (void *c), (c), CONTEXT_CHANGED)
+ONE(cuCtxPushCurrent, "_v2", 4000, (void *c), (c), CONTEXT_CHANGED)
+ONE(cuCtxPopCurrent, "_v2", 4000, (void **c), (c), CONTEXT_CHANGED)
 
 /* ---- NCCL -------------------------------------------------------------------------------------------------------- */
 
@@ -805,40 +775,39 @@ struct nccl_id {
     char bytes[128];
 };
 #define COLLECTIVE(kind, count, type, peer, comm, stream)                                                              \
-    put(call_number(KIND_##kind, comm, &(struct shape){{(u32)(type), (u32)(peer), 0}, {0}, 0}), stack, begin, took, count,          \
-        stream_number(stream, own), flags | captured(stream))
-WRAP(ncclAllReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s),
-     (f, t, n, type, op, comm, s), COLLECTIVE(all_reduce, n, type, 0, comm, s))
-WRAP(ncclBroadcast, "", 0, (const void *f, void *t, size_t n, int type, int root, void *comm, stream_t s),
-     (f, t, n, type, root, comm, s), COLLECTIVE(broadcast, n, type, root, comm, s))
-WRAP(ncclBcast, "", 0, (void *p, size_t n, int type, int root, void *comm, stream_t s), (p, n, type, root, comm, s),
+    flags |= captured(stream);                                                                                         \
+    struct shape shape = {{(u32)(type), (u32)(peer), 0}, {0}, 0};                                                      \
+    PUT(call_number(KIND_##kind, comm, &shape), count, stream_number(stream, own))
+ONE(ncclAllReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s), (f, t, n, type,
+     op, comm, s), COLLECTIVE(all_reduce, n, type, 0, comm, s))
+ONE(ncclBroadcast, "", 0, (const void *f, void *t, size_t n, int type, int root, void *comm, stream_t s), (f, t, n,
+     type, root, comm, s), COLLECTIVE(broadcast, n, type, root, comm, s))
+ONE(ncclBcast, "", 0, (void *p, size_t n, int type, int root, void *comm, stream_t s), (p, n, type, root, comm, s),
      COLLECTIVE(broadcast, n, type, root, comm, s))
-WRAP(ncclReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, int root, void *comm, stream_t s),
-     (f, t, n, type, op, root, comm, s), COLLECTIVE(reduce, n, type, root, comm, s))
-WRAP(ncclAllGather, "", 0, (const void *f, void *t, size_t n, int type, void *comm, stream_t s), (f, t, n, type, comm, s),
-     COLLECTIVE(all_gather, n, type, 0, comm, s))
-WRAP(ncclReduceScatter, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s),
-     (f, t, n, type, op, comm, s), COLLECTIVE(reduce_scatter, n, type, 0, comm, s))
-WRAP(ncclSend, "", 0, (const void *p, size_t n, int type, int peer, void *comm, stream_t s), (p, n, type, peer, comm, s),
+ONE(ncclReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, int root, void *comm, stream_t s), (f, t, n,
+     type, op, root, comm, s), COLLECTIVE(reduce, n, type, root, comm, s))
+ONE(ncclAllGather, "", 0, (const void *f, void *t, size_t n, int type, void *comm, stream_t s), (f, t, n, type, comm,
+     s), COLLECTIVE(all_gather, n, type, 0, comm, s))
+ONE(ncclReduceScatter, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s), (f, t, n,
+     type, op, comm, s), COLLECTIVE(reduce_scatter, n, type, 0, comm, s))
+ONE(ncclSend, "", 0, (const void *p, size_t n, int type, int peer, void *comm, stream_t s), (p, n, type, peer, comm, s),
      COLLECTIVE(send, n, type, peer, comm, s))
-WRAP(ncclRecv, "", 0, (void *p, size_t n, int type, int peer, void *comm, stream_t s), (p, n, type, peer, comm, s),
+ONE(ncclRecv, "", 0, (void *p, size_t n, int type, int peer, void *comm, stream_t s), (p, n, type, peer, comm, s),
      COLLECTIVE(receive, n, type, peer, comm, s))
-WRAP(ncclGroupStart, "", 0, (void), (), ROW_NO_STREAM(group_start, 0))
-WRAP(ncclGroupEnd, "", 0, (void), (), ROW_NO_STREAM(group_end, 0))
+ONE(ncclGroupStart, "", 0, (void), (), HOST_ROW(group_start, 0))
+ONE(ncclGroupEnd, "", 0, (void), (), HOST_ROW(group_end, 0))
 
 /* Ranks of one communicator know it by the number of its id. */
-static void communicator(void *comm, const char *from, u64 id, int ranks, int rank)
-{
+static void communicator(void *comm, const char *from, u64 id, int ranks, int rank) {
     struct text text = {0};
-    add_format(&text, "{\"communicator\":%llu,\"%s\":%llu,\"ranks\":%d,\"rank\":%d}", (unsigned long long)(uintptr_t)comm,
-               from, (unsigned long long)id, ranks, rank);
+    add_format(&text, "{\"communicator\":%llu,\"%s\":%llu,\"ranks\":%d,\"rank\":%d}",
+               (unsigned long long)(uintptr_t)comm, from, (unsigned long long)id, ranks, rank);
     pthread_mutex_lock(&lock);
     write_line(&text);
     pthread_mutex_unlock(&lock);
 }
 
-static u64 hash_of_id(const struct nccl_id *id)
-{
+static u64 hash_of_id(const struct nccl_id *id) {
     u64 hash = 1, word;
     for (size_t at = 0; at < sizeof *id; at += sizeof word) {
         memcpy(&word, id->bytes + at, sizeof word);
@@ -849,17 +818,17 @@ static u64 hash_of_id(const struct nccl_id *id)
 #define COMMUNICATOR(comm, from, id, ranks, rank)                                                                      \
     if (!r)                                                                                                            \
         communicator(comm, from, id, ranks, rank);                                                                     \
-    ROW_NO_STREAM(communicator, r ? 0 : (uintptr_t)(comm))
-WRAP(ncclCommInitRank, "", 0, (void **comm, int n, struct nccl_id id, int rank), (comm, n, id, rank),
+    HOST_ROW(communicator, r ? 0 : (uintptr_t)(comm))
+ONE(ncclCommInitRank, "", 0, (void **comm, int n, struct nccl_id id, int rank), (comm, n, id, rank),
      COMMUNICATOR(*comm, "id", hash_of_id(&id), n, rank))
-WRAP(ncclCommInitRankConfig, "", 0, (void **comm, int n, struct nccl_id id, int rank, void *c), (comm, n, id, rank, c),
+ONE(ncclCommInitRankConfig, "", 0, (void **comm, int n, struct nccl_id id, int rank, void *c), (comm, n, id, rank, c),
      COMMUNICATOR(*comm, "id", hash_of_id(&id), n, rank))
-WRAP(ncclCommInitRankScalable, "", 0, (void **comm, int n, int rank, int ids, struct nccl_id *id, void *c),
+ONE(ncclCommInitRankScalable, "", 0, (void **comm, int n, int rank, int ids, struct nccl_id *id, void *c),
      (comm, n, rank, ids, id, c), COMMUNICATOR(*comm, "id", hash_of_id(id), n, rank))
-WRAP(ncclCommSplit, "", 0, (void *comm, int color, int key, void **made, void *c), (comm, color, key, made, c),
+ONE(ncclCommSplit, "", 0, (void *comm, int color, int key, void **made, void *c), (comm, color, key, made, c),
      COMMUNICATOR(*made, "of", (uintptr_t)comm, color, key))
 
-/* ---- which function stands for which ------------------------------------------------------------------------------ */
+/* ---- which function stands for which ----------------------------------------------------------------------------- */
 
 static const struct function other_sync = {"cuCtxSynchronize_v2", "cuCtxSynchronize", 13000, false, NULL, NULL};
 LISTED(other_sync)
@@ -867,14 +836,12 @@ LISTED(other_sync)
 #define FOR_FUNCTIONS(f)                                                                                               \
     for (const struct function *const *at_ = __start_functions, *f; at_ < __stop_functions && (f = *at_); at_++)
 
-static bool of_interest(const char *name)
-{
+static bool of_interest(const char *name) {
     return (name[0] == 'c' && name[1] == 'u') || !strncmp(name, "nccl", 4) || !strcmp(name, "dlsym");
 }
 
 /* What to give for `real`: the wrapper of that function, or itself. */
-static void *wrapped(const struct function *function, void *real)
-{
+static void *wrapped(const struct function *function, void *real) {
     if (!function || !function->wrapper || !real || real == function->wrapper)
         return real;
     void *none = NULL;
@@ -882,16 +849,14 @@ static void *wrapped(const struct function *function, void *real)
     return function->wrapper;
 }
 
-static const struct function *by_symbol(const char *symbol)
-{
+static const struct function *by_symbol(const char *symbol) {
     FOR_FUNCTIONS(f)
     if (!strcmp(f->symbol, symbol))
         return f;
     return NULL;
 }
 
-static const struct function *by_name(const char *name, int version, bool own)
-{
+static const struct function *by_name(const char *name, int version, bool own) {
     const struct function *best = NULL;
     for (int wanted = own; !best && wanted >= 0; wanted--) /* most have one form only */
         FOR_FUNCTIONS(f)
@@ -900,14 +865,12 @@ static const struct function *by_name(const char *name, int version, bool own)
     return best;
 }
 
-static void *found_by_driver(const char *name, void *real, int version, u64 flags)
-{
+static void *found_by_driver(const char *name, void *real, int version, u64 flags) {
     return atomic_load(&on) && real ? wrapped(by_name(name, version, flags & 2), real) : real;
 }
 
 static result (*real_get_2)(const char *, void **, int, u64, void *), (*real_get)(const char *, void **, int, u64);
-static result log_get_2(const char *name, void **found, int version, u64 flags, void *status)
-{
+static result log_get_2(const char *name, void **found, int version, u64 flags, void *status) {
     result r = real_get_2(name, found, version, flags, status);
     if (!r && found)
         *found = found_by_driver(name, *found, version, flags);
@@ -915,8 +878,7 @@ static result log_get_2(const char *name, void **found, int version, u64 flags, 
 }
 ENTRY(get_2, "cuGetProcAddress_v2", "cuGetProcAddress", 12000, false)
 
-static result log_get(const char *name, void **found, int version, u64 flags)
-{
+static result log_get(const char *name, void **found, int version, u64 flags) {
     result r = real_get(name, found, version, flags);
     if (!r && found)
         *found = found_by_driver(name, *found, version, flags);
@@ -924,16 +886,15 @@ static result log_get(const char *name, void **found, int version, u64 flags)
 }
 ENTRY(get, "cuGetProcAddress", "cuGetProcAddress", 11030, false)
 
-/* ---- getting in ------------------------------------------------------------------------------------------------- */
+/* ---- getting in -------------------------------------------------------------------------------------------------- */
 
 static unsigned long long seen_loads; /* of libraries; under `scanning` */
 static pthread_mutex_t scanning = PTHREAD_MUTEX_INITIALIZER;
 static void scan(void);
 
-/* In place of dlsym. Whom the linker takes for the caller decides what RTLD_NEXT and RTLD_DEFAULT mean: there the call is
+/* In place of dlsym. Whom the linker takes for the caller decides what RTLD_NEXT and RTLD_DEFAULT mean: there it is
    the last thing done here, which the compiler makes a jump. */
-static void *log_dlsym(void *handle, const char *symbol)
-{
+static void *log_dlsym(void *handle, const char *symbol) {
     if (!atomic_load(&on))
         return dlsym(handle, symbol);
     scan();
@@ -959,8 +920,7 @@ struct object {
     bool is_nccl; /* what it calls of its own functions is no call of the program's */
 };
 
-static void replace(const struct object *object, void **slot, void *by)
-{
+static void replace(const struct object *object, void **slot, void *by) {
     if (*slot == by)
         return;
     u64 page = (u64)sysconf(_SC_PAGESIZE), start = (u64)(uintptr_t)slot & ~(page - 1);
@@ -972,8 +932,7 @@ static void replace(const struct object *object, void **slot, void *by)
         mprotect((void *)(uintptr_t)start, page, PROT_READ);
 }
 
-static void treat(const struct object *object, const ElfW(Rela) * relocations, size_t size)
-{
+static void treat(const struct object *object, const ElfW(Rela) * relocations, size_t size) {
     for (size_t i = 0; i < size / sizeof *relocations; i++) {
         const ElfW(Rela) *relocation = &relocations[i];
         if (!TO_SYMBOL(ELF64_R_TYPE(relocation->r_info)) || relocation->r_addend)
@@ -993,8 +952,7 @@ static void treat(const struct object *object, const ElfW(Rela) * relocations, s
     }
 }
 
-static int treat_object(struct dl_phdr_info *info, size_t size, void *data)
-{
+static int treat_object(struct dl_phdr_info *info, size_t size, void *data) {
     (void)size;
     (void)data;
     const char *file = strrchr(info->dlpi_name, '/') ? strrchr(info->dlpi_name, '/') + 1 : info->dlpi_name;
@@ -1004,7 +962,8 @@ static int treat_object(struct dl_phdr_info *info, size_t size, void *data)
     const ElfW(Dyn) *dynamic = NULL;
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *header = &info->dlpi_phdr[i];
-        if (header->p_type == PT_LOAD && (u64)(uintptr_t)treat_object - info->dlpi_addr - header->p_vaddr < header->p_memsz)
+        u64 own_place = (u64)treat_object - info->dlpi_addr - header->p_vaddr;
+        if (header->p_type == PT_LOAD && own_place < header->p_memsz)
             return 0; /* this library */
         if (header->p_type == PT_DYNAMIC)
             dynamic = (const ElfW(Dyn) *)(info->dlpi_addr + header->p_vaddr);
@@ -1036,15 +995,13 @@ static int treat_object(struct dl_phdr_info *info, size_t size, void *data)
     return 0;
 }
 
-static int count_loads(struct dl_phdr_info *info, size_t size, void *loads)
-{
+static int count_loads(struct dl_phdr_info *info, size_t size, void *loads) {
     (void)size;
     *(unsigned long long *)loads = info->dlpi_adds;
     return 1;
 }
 
-static void find_real(const char *library, const char *prefix)
-{
+static void find_real(const char *library, const char *prefix) {
     void *handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
     if (!handle)
         return;
@@ -1062,8 +1019,7 @@ static void find_real(const char *library, const char *prefix)
     dlclose(handle);
 }
 
-static void scan(void)
-{
+static void scan(void) {
     unsigned long long loads = 0;
     dl_iterate_phdr(count_loads, &loads);
     if (loads == __atomic_load_n(&seen_loads, __ATOMIC_ACQUIRE))
@@ -1079,16 +1035,14 @@ static void scan(void)
     pthread_mutex_unlock(&scanning);
 }
 
-/* ---- for Python ------------------------------------------------------------------------------------------------- */
+/* ---- for Python -------------------------------------------------------------------------------------------------- */
 
-static void in_forked_child(void)
-{
+static void in_forked_child(void) {
     atomic_store(&on, false);
 }
 
 /* The stack of the caller as a line of JSON, to be held against what Python says. */
-int hostlog_stack(const struct python_layout *layout, char *into, size_t room)
-{
+int hostlog_stack(const struct python_layout *layout, char *into, size_t room) {
     struct text text = {0};
     python = *layout;
     add(&text, "[", 1);
@@ -1102,8 +1056,7 @@ int hostlog_stack(const struct python_layout *layout, char *into, size_t room)
 }
 
 /* NULL, or why nothing is logged. The two files are there, empty and open. */
-const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, const struct python_layout *layout)
-{
+const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, const struct python_layout *layout) {
     if (rows_file >= 0)
         return "it was started before in this process";
     if (dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD))
@@ -1112,8 +1065,8 @@ const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, cons
     names_file = names;
     most_chunks = most_bytes / CHUNK_BYTES;
     if (!make_table(&calls, 1u << 17, 65000) || !make_table(&stacks, 1u << 17, 65000) ||
-        !make_table(&streams, 1u << 12, 3000) || !make_table(&code_objects, 1u << 17, 65000) || pthread_key_create(&at_thread_end, thread_ended) ||
-        pthread_atfork(NULL, NULL, in_forked_child))
+        !make_table(&streams, 1u << 12, 3000) || !make_table(&code_objects, 1u << 17, 65000) ||
+        pthread_key_create(&at_thread_end, thread_ended) || pthread_atfork(NULL, NULL, in_forked_child))
         return "no memory was left for its tables";
     if (layout)
         python = *layout;
@@ -1125,14 +1078,12 @@ const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, cons
 }
 
 /* Calls that are made meanwhile leave no row. */
-void hostlog_pause(int paused)
-{
+void hostlog_pause(int paused) {
     atomic_store(&on, !paused && rows_file >= 0 && !atomic_load(&stopped));
 }
 
 /* NULL, or why it had stopped before. */
-const char *hostlog_stop(void)
-{
+const char *hostlog_stop(void) {
     if (atomic_exchange(&on, false)) {
         pthread_mutex_lock(&lock);
         write_clock();
