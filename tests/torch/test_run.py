@@ -302,3 +302,12 @@ print(torch.ones(1, device="cuda").item(), torch.cuda.is_initialized(), torch.cu
 def test_a_device_counts_as_initialized_once_the_program_uses_one(run, clock: str) -> None:
     """A mesh of devices chooses the process's own by its rank, but only until then."""
     assert run(ASKING, before=("--clock", clock)).stdout.splitlines()[:2] == ["True 1 False", "1.0 True 3"]
+
+
+def test_a_run_that_used_no_gpu_leaves_no_older_one_to_explain(warm_python: WarmPython, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(SOURCES), "XDG_CACHE_HOME": str(tmp_path)}
+    used = "import torch\ntorch.ones(8, device='cuda').sum().item()\n"
+    for script, code in ((used, 0), ("print(1)\n", 2)):
+        (tmp_path / "train.py").write_text(script)
+        warm_python.keepbusy("run", "--clock", "modelled", "train.py", cwd=tmp_path, env=env)
+        assert warm_python.keepbusy("explain", cwd=tmp_path, env=env).returncode == code

@@ -155,10 +155,10 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.ranks > 1 and not options.alike:
         sys.exit(program.launch(options.ranks, _command(options)))
     program.meet()  # before any rank ends: what nobody has entered is stale
-    if (
-        options.text is None and not options.quiet and program.rank() == 0
-    ):  # a verb that starts a run asks for a quiet one
-        hint_at_own_options(options, add_arguments)
+    if not options.quiet and program.rank() == 0:  # a verb that starts a run asks for a quiet one
+        last_run.forget()
+        if options.text is None:
+            hint_at_own_options(options, add_arguments)
     streams = program.StandardStreams()
     if real:
         if options.fix and options.after is None:

@@ -32,6 +32,14 @@ def keep(timeline: Timeline) -> bool:
     return False
 
 
+def forget() -> None:
+    """A run begins: should it leave nothing, an older one is not taken for it."""
+    path = place()
+    if path is not None:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
 def path() -> Path:
     """The file, for a verb that was given none."""
     kept = place()
