@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from keepbusy.cli import add_program, complain, hint_at_own_options, need_pytorch, program_in, whole_number
+from keepbusy.cli import add_program, complain, hint_at_own_options, need_pytorch, program_in, progress, whole_number
 from keepbusy.instrument.processes import make_folder
 from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.files import BadInput
@@ -160,20 +160,24 @@ def _tried(
     code = f"from {__name__} import serve; serve({options.jobs})"
     trials = [_asked_of(layout, options, device, folder) for layout in chosen]
     tried: dict[int, Trial | str] = {}
-    with subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as server:
+    )
+    with server, progress() as on_progress:
         assert server.stdin is not None
         assert server.stdout is not None
         server.stdin.write(json.dumps(trials))
         server.stdin.close()
-        for line in server.stdout:
-            index, ended = json.loads(line)
-            tried[index] = _outcome(chosen[index], ended, folder)
+        for number in range(len(chosen) + 1):
+            if on_progress:
+                on_progress(f"{number} of {len(chosen)} layouts have run", number / len(chosen))
+            if line := server.stdout.readline():
+                index, ended = json.loads(line)
+                tried[index] = _outcome(chosen[index], ended, folder)
     return [tried.get(index, "its process ended before it could be run") for index in range(len(chosen))]
 
 
