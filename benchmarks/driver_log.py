@@ -346,14 +346,14 @@ def compare(folder: Path) -> str:
     first, last = json.loads((folder / "window.json").read_text())["window"]
     issuers, described = device_commands(log)
     begin = log.begin[issuers]
-    mine = [
+    logged = [
         (kind if kind in ("launch", "set_memory") else "copy", call.grid, call.block)
         for kind, call in (
             (log.calls[number].kind, log.calls[number])
             for number in log.rows["call"][described[(begin >= first) & (begin <= last)]].tolist()
         )
     ]
-    theirs = [
+    profiled = [
         (
             {"kernel": "launch", "gpu_memset": "set_memory", "gpu_memcpy": "copy"}[event["cat"]],
             tuple(event["args"].get("grid", ())),
@@ -361,15 +361,17 @@ def compare(folder: Path) -> str:
         )
         for event in sorted(device_events(folder), key=lambda event: (event["args"]["correlation"], event["ts"]))
     ]
-    same = "same order" if mine == theirs else "another order" if Counter(mine) == Counter(theirs) else "DIFFERENT"
-    apart = (Counter(mine) - Counter(theirs), Counter(theirs) - Counter(mine))
+    same = (
+        "same order" if logged == profiled else "another order" if Counter(logged) == Counter(profiled) else "DIFFERENT"
+    )
+    apart = (Counter(logged) - Counter(profiled), Counter(profiled) - Counter(logged))
     more = "" if same != "DIFFERENT" else f" only in the log: {dict(apart[0])}, only in the profile: {dict(apart[1])}"
     python = (log.rows["stack"] != 0).mean()
     named = sum(bool(call.name) for call in log.calls.values() if call.kind == "launch")
     launches = sum(call.kind == "launch" for call in log.calls.values())
     return (
-        f"{len(mine)} of {len(theirs)}, {same}; {len(log.rows)} rows, {len(log.stacks)} stacks, {python:.0%} with one,"
-        f" {named} of {launches} kernels named{more}"
+        f"{len(logged)} of {len(profiled)}, {same}; {len(log.rows)} rows, {len(log.stacks)} stacks,"
+        f" {python:.0%} with one, {named} of {launches} kernels named{more}"
     )
 
 
@@ -393,8 +395,7 @@ def timed(name: str, blocks: int = 300) -> None:
     assert not (why := hostlog.start(folder)), why
     import torch
 
-    library, step = hostlog._library(), PROGRAMS[name]()
-    assert library is not None
+    step = PROGRAMS[name]()
     for _ in range(50):
         step()
     torch.cuda.synchronize()
@@ -406,7 +407,7 @@ def timed(name: str, blocks: int = 300) -> None:
     order, means, longest = ["logged", "plain", "control"], {"logged": [], "plain": [], "control": []}, 0.0
     for block in range(blocks):
         for which in order[block % 3 :] + order[: block % 3]:
-            library.hostlog_pause(which != "logged")
+            hostlog.pause(which != "logged")
             torch.cuda.synchronize()
             stamps = [time.perf_counter()]
             for _ in range(steps):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import keepbusy.log
+from keepbusy.log.device_commands import device_commands
 from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, read_log
 
 LIBRARY = Path(keepbusy.log.__file__).with_name("hostlog.c")
@@ -168,6 +169,31 @@ def test_code_at_the_address_of_code_that_is_gone_has_its_own_name(logged) -> No
     assert [log.stacks[number][0].file for number in log.rows["stack"]] == [f"file {i}" for i in range(200)]
 
 
+def test_offsets_of_another_python_leave_rows_without_stacks(logged) -> None:
+    log = logged(
+        """
+        hostlog._OFFSETS[sys.version_info[:2]]["name"] = hostlog._OFFSETS[sys.version_info[:2]]["filename"]
+        assert not hostlog.start(folder)
+        load().client_launch(64, 1, 0)
+        """,
+        start=False,
+    )
+    assert [*log.rows["stack"]] == [0]
+
+
+def test_functions_that_are_asked_for_during_a_pause_are_logged_after_it(logged) -> None:
+    log = logged(
+        """
+        hostlog.pause(True)
+        client = load()
+        client.client_launch(64, 1, 0)
+        hostlog.pause(False)
+        client.client_launch(64, 2, 0)
+        """
+    )
+    assert [log.calls[number].grid[0] for number in log.rows["call"]] == [2]
+
+
 def test_streams_are_told_apart_by_context_and_thread(logged) -> None:
     log = logged(
         """
@@ -197,6 +223,8 @@ def test_what_a_graph_records_is_marked(logged) -> None:
     assert log.calls[int(log.rows["call"][4])].function == graph
     assert made == replayed
     assert int(log.rows["value"][0].astype("i8")) == -2
+    issuers, described = device_commands(log)
+    assert ([*issuers], [*described]) == ([5], [launch])
 
 
 def test_a_call_that_fails_still_fails_and_is_marked(logged) -> None:
@@ -215,6 +243,7 @@ def test_a_forked_child_logs_nothing(logged) -> None:
         """
         client = load()
         child = os.fork()
+        hostlog.pause(False)
         for _ in range(5):
             client.client_launch(64, 1, 0)
         if not child:
@@ -258,7 +287,15 @@ def test_the_log_ends_where_its_size_does(logged) -> None:
 
 
 def test_a_driver_that_is_loaded_already_is_refused(logged) -> None:
-    logged("load()\nassert hostlog.start(folder) == 'the CUDA driver was loaded before the log began'", start=False)
+    logged(
+        """
+        load()
+        before = os.listdir("/proc/self/fd")
+        assert hostlog.start(folder) == "the CUDA driver was loaded before the log began"
+        assert os.listdir("/proc/self/fd") == before
+        """,
+        start=False,
+    )
 
 
 def test_the_next_function_is_that_of_the_caller(logged) -> None:

@@ -125,3 +125,10 @@ def test_to_follow_twice_is_to_follow_once_and_it_is_undone() -> None:
     assert multiprocessing.spawn.get_preparation_data.__wrapped__ is before
     undo()
     assert multiprocessing.spawn.get_preparation_data is before
+
+
+def test_a_rank_that_knows_only_its_own_number_has_a_gpu_of_that_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `srun python`."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert program.devices(1) == 4

@@ -457,7 +457,7 @@ for step in range(8):
 
 
 def test_when_a_rank_fails_the_report_says_which_and_where(run) -> None:
-    """The first rank fails after it, and the launcher ends it while it makes the report."""
+    """Rank 0 fails as well, once its peer is gone."""
     done = run(FAILS, before=("--ranks", "2"))
     assert done.returncode != 0
     assert done.stdout.lstrip("\n").startswith("Rank 1 failed with ValueError at train.py:11 after ")

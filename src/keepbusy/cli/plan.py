@@ -172,12 +172,12 @@ def _tried(
         assert server.stdout is not None
         server.stdin.write(json.dumps(trials))
         server.stdin.close()
-        for number in range(len(chosen) + 1):
-            if on_progress:
-                on_progress(f"{number} of {len(chosen)} layouts have run", number / len(chosen))
-            if line := server.stdout.readline():
-                index, ended = json.loads(line)
-                tried[index] = _outcome(chosen[index], ended, folder)
+        say = on_progress or (lambda _what, _share: None)
+        say(f"0 of {len(chosen)} layouts have run", 0.0)
+        for line in server.stdout:
+            index, ended = json.loads(line)
+            tried[index] = _outcome(chosen[index], ended, folder)
+            say(f"{len(tried)} of {len(chosen)} layouts have run", len(tried) / len(chosen))
     return [tried.get(index, "its process ended before it could be run") for index in range(len(chosen))]
 
 

@@ -416,12 +416,13 @@ class Ending:
             if threading.current_thread() is threading.main_thread():
                 _set(signal.SIGINT, signal.SIG_IGN)  # it would show a traceback of ours, of a program that has ended
                 if _get(signal.SIGTERM) is signal.SIG_DFL:  # torchrun ends all ranks once one has failed
-                    _set(signal.SIGTERM, self._end_after_last)
+                    _set(signal.SIGTERM, self._end_after_report)
             self._last()
         if self.signal:
             _die_of(self.signal)
 
-    def _end_after_last(self, number: int, _frame: FrameType | None) -> None:
+    def _end_after_report(self, number: int, _frame: FrameType | None) -> None:
+        """The first SIGTERM during the report. Another one ends the process at once."""
         self.signal = number
         _set(number, signal.SIG_DFL)
 

@@ -81,7 +81,7 @@ static _Atomic(const char *) stopped;   /* why it stopped before the end, or NUL
 static int rows_file = -1, names_file = -1;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* for what is seldom: chunks, names */
 
-static bool use_counter; /* the processor's: two readings are a third of what a row costs, of the system's clock half */
+static bool use_counter; /* the processor's, which is read faster than the system's clock */
 
 static u64 nanoseconds(void) {
     struct timespec t;
@@ -393,7 +393,7 @@ static THREAD_LOCAL struct thread {
     const void *stream, *context_of_stream; /* of the last row; what number it has */
     u16 stream_number;
     u8 number; /* of the thread; 0: it has made no row */
-} mine __attribute__((aligned(64)));
+} this_thread __attribute__((aligned(64)));
 
 /* `handle` 0 is the default stream: of the context, or of the thread where the caller was compiled for that. */
 static u16 stream_number(const void *handle, bool default_of_thread) {
@@ -401,10 +401,11 @@ static u16 stream_number(const void *handle, bool default_of_thread) {
     bool of_thread = h == 2 || (h == 0 && default_of_thread);
     if (h <= 2)
         handle = of_thread ? (void *)2 : NULL;
-    if (mine.stream_number && mine.stream == handle && mine.context_of_stream == mine.context)
-        return mine.stream_number;
-    u64 hash = mix(mix(1, (uintptr_t)handle), h <= 2 ? (uintptr_t)mine.context : 0);
-    hash = finished(of_thread ? mix(hash, (uintptr_t)&mine) : hash);
+    bool again = this_thread.stream == handle && this_thread.context_of_stream == this_thread.context;
+    if (this_thread.stream_number && again)
+        return this_thread.stream_number;
+    u64 hash = mix(mix(1, (uintptr_t)handle), h <= 2 ? (uintptr_t)this_thread.context : 0);
+    hash = finished(of_thread ? mix(hash, (uintptr_t)&this_thread) : hash);
     u32 slot, number = known(&streams, hash, &slot);
     if (!number) {
         pthread_mutex_lock(&lock);
@@ -412,7 +413,7 @@ static u16 stream_number(const void *handle, bool default_of_thread) {
         if (!number && (number = add_number(&streams, hash, slot))) {
             struct text text = {0};
             add_format(&text, "{\"stream\":%u,\"handle\":%llu,\"context\":%llu}", number,
-                       (unsigned long long)(uintptr_t)handle, (unsigned long long)(uintptr_t)mine.context);
+                       (unsigned long long)(uintptr_t)handle, (unsigned long long)(uintptr_t)this_thread.context);
             write_line(&text);
         }
         pthread_mutex_unlock(&lock);
@@ -421,10 +422,10 @@ static u16 stream_number(const void *handle, bool default_of_thread) {
             return 0;
         }
     }
-    mine.stream = handle;
-    mine.context_of_stream = mine.context;
-    mine.stream_number = (u16)number;
-    return mine.stream_number;
+    this_thread.stream = handle;
+    this_thread.context_of_stream = this_thread.context;
+    this_thread.stream_number = (u16)number;
+    return this_thread.stream_number;
 }
 
 /* ---- rows -------------------------------------------------------------------------------------------------------- */
@@ -490,75 +491,75 @@ static void start_preparing(void) {
 }
 
 static bool next_chunk(void) {
-    if (mine.end)
-        munmap(mine.end - CHUNK_ROWS, CHUNK_BYTES);
+    if (this_thread.end)
+        munmap(this_thread.end - CHUNK_ROWS, CHUNK_BYTES);
     pthread_mutex_lock(&lock);
     const char *why = NULL;
-    mine.next = ready_chunk ? ready_chunk : new_chunk(&why);
+    this_thread.next = ready_chunk ? ready_chunk : new_chunk(&why);
     if (why)
         stop(why);
-    mine.end = mine.next ? mine.next + CHUNK_ROWS : NULL;
+    this_thread.end = this_thread.next ? this_thread.next + CHUNK_ROWS : NULL;
     ready_chunk = NULL;
     write_clock();
     if (preparing)
         pthread_cond_signal(&chunk_taken);
-    else if (mine.next)
+    else if (this_thread.next)
         start_preparing();
     pthread_mutex_unlock(&lock);
-    return mine.next;
+    return this_thread.next;
 }
 
 static void introduce_thread(void) {
     pthread_mutex_lock(&lock);
-    struct ended *one = ended;
-    if (one) {
-        mine.next = one->thread.next;
-        mine.end = one->thread.end;
-        mine.number = one->thread.number;
-        ended = one->next;
-        free(one);
+    struct ended *former = ended;
+    if (former) {
+        this_thread.next = former->thread.next;
+        this_thread.end = former->thread.end;
+        this_thread.number = former->thread.number;
+        ended = former->next;
+        free(former);
     } else if (threads == 255)
         stop("more than 255 threads called the driver at the same time");
     else
-        mine.number = (u8)++threads;
-    if (mine.number) {
+        this_thread.number = (u8)++threads;
+    if (this_thread.number) {
         struct text text = {0};
-        add_format(&text, "{\"thread\":%u,\"id\":%ld,\"since\":%llu}", mine.number, syscall(SYS_gettid),
+        add_format(&text, "{\"thread\":%u,\"id\":%ld,\"since\":%llu}", this_thread.number, syscall(SYS_gettid),
                    (unsigned long long)nanoseconds());
         write_line(&text);
-        pthread_setspecific(at_thread_end, &mine);
+        pthread_setspecific(at_thread_end, &this_thread);
     }
     pthread_mutex_unlock(&lock);
 }
 
 static void thread_ended(void *nothing) {
     (void)nothing;
-    struct ended *one = malloc(sizeof *one);
-    if (one) {
+    struct ended *entry = malloc(sizeof *entry);
+    if (entry) {
         pthread_mutex_lock(&lock);
-        *one = (struct ended){mine, ended};
-        ended = one;
+        *entry = (struct ended){this_thread, ended};
+        ended = entry;
         pthread_mutex_unlock(&lock);
     }
-    memset(&mine, 0, sizeof mine);
+    memset(&this_thread, 0, sizeof this_thread);
 }
 
 static void put(u32 call, u64 stack, u64 begin, u64 took, u64 value, u16 stream, u8 flags) {
-    if (!mine.number)
+    if (!this_thread.number)
         introduce_thread();
-    if (!mine.number || (mine.next == mine.end && !next_chunk()))
+    if (!this_thread.number || (this_thread.next == this_thread.end && !next_chunk()))
         return;
-    struct row *row = mine.next++;
+    struct row *row = this_thread.next++;
     row->value = value;
     row->took = took >> 31 ? (u32)(took >> 10) | 1u << 31 : (u32)took;
     row->call = call;
     row->stack = stack_number(stack);
     row->stream = stream;
-    row->thread = mine.number;
+    row->thread = this_thread.number;
     row->flags = flags;
     __atomic_store_n(&row->begin, begin, __ATOMIC_RELEASE);
-    if (mine.next != mine.end)
-        __builtin_prefetch(mine.next, 1);
+    if (this_thread.next != this_thread.end)
+        __builtin_prefetch(this_thread.next, 1);
 }
 
 /* ---- the driver's functions -------------------------------------------------------------------------------------- */
@@ -595,10 +596,11 @@ struct function {
 #define LISTED(entry) static const struct function *const listed_##entry SECTION = &entry;
 #define SECTION __attribute__((section("functions"), used)) /* of which the linker says where it starts and stops */
 extern const struct function *const __start_functions[], *const __stop_functions[];
-/* `log_f` stands for `real_f`. What it does after the call is given last. */
+
+/* `log_f` stands for `real_f`. What it does after the call is given last. TWO: in both forms of the default stream. */
 #define ONE(f, suffix, since, ...) WRAP_AS(f, false, __VA_ARGS__) ENTRY(f, #f suffix, #f, since, false)
-#define TWO(f, suffix, own_suffix, since, ...)                                                                    \
-    ONE(f, suffix, since, __VA_ARGS__)                                                                                \
+#define TWO(f, suffix, own_suffix, since, ...)                                                                         \
+    ONE(f, suffix, since, __VA_ARGS__)                                                                                 \
     WRAP_AS(f##_own, true, __VA_ARGS__) ENTRY(f##_own, #f suffix own_suffix, #f, since, true)
 #define BOTH(f, suffix, since, ...) TWO(f, suffix, "_ptsz", since, __VA_ARGS__)
 #define COPIES(f, suffix, since, ...) TWO(f, suffix, "_ptds", since, __VA_ARGS__)
@@ -665,45 +667,47 @@ enum { HOST = 1, DEVICE = 2 }; /* CUmemorytype */
     }
 
 typedef void *stream_t;
-BOTH(cuLaunchKernel, "", 4000, (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t s, void
-     **p, void **e), (f, gx, gy, gz, bx, by, bz, shared, s, p, e), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
-BOTH(cuLaunchKernelEx, "", 11060, (const struct launch_config *c, void *f, void **p, void **e), (c, f, p, e), LAUNCH(f,
-     c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream))
-BOTH(cuLaunchCooperativeKernel, "", 9000, (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t
-     s, void **p), (f, gx, gy, gz, bx, by, bz, shared, s, p), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
-BOTH(cuLaunchHostFunc, "", 10000, (stream_t s, void (*f)(void *), void *data), (s, f, data), flags |= captured(s);
-     ROW(host_function, 0, s))
+BOTH(cuLaunchKernel, "", 4000,
+     (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t s, void **p, void **e),
+     (f, gx, gy, gz, bx, by, bz, shared, s, p, e), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
+BOTH(cuLaunchKernelEx, "", 11060, (const struct launch_config *c, void *f, void **p, void **e), (c, f, p, e),
+     LAUNCH(f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream))
+BOTH(cuLaunchCooperativeKernel, "", 9000,
+     (void *f, u32 gx, u32 gy, u32 gz, u32 bx, u32 by, u32 bz, u32 shared, stream_t s, void **p),
+     (f, gx, gy, gz, bx, by, bz, shared, s, p), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
+BOTH(cuLaunchHostFunc, "", 10000, (stream_t s, void (*f)(void *), void *data), (s, f, data),
+     flags |= captured(s); ROW(host_function, 0, s))
 BOTH(cuGraphLaunch, "", 10000, (void *exec, stream_t s), (exec, s), flags |= captured(s); ROW(graph_launch, exec, s))
 
 BOTH(cuMemcpyHtoDAsync, "_v2", 3020, (u64 to, const void *from, size_t n, stream_t s), (to, from, n, s),
      COPY(copy_to_gpu, n, s, pageable(from)))
-BOTH(cuMemcpyDtoHAsync, "_v2", 3020, (void *to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy_to_host, n,
-     s, pageable(to)))
-BOTH(cuMemcpyDtoDAsync, "_v2", 3020, (u64 to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy_on_gpu, n, s,
-     0))
+BOTH(cuMemcpyDtoHAsync, "_v2", 3020, (void *to, u64 from, size_t n, stream_t s), (to, from, n, s),
+     COPY(copy_to_host, n, s, pageable(to)))
+BOTH(cuMemcpyDtoDAsync, "_v2", 3020, (u64 to, u64 from, size_t n, stream_t s), (to, from, n, s),
+     COPY(copy_on_gpu, n, s, 0))
 BOTH(cuMemcpyAsync, "", 4000, (u64 to, u64 from, size_t n, stream_t s), (to, from, n, s), COPY(copy, n, s, 0))
-BOTH(cuMemcpyPeerAsync, "", 4000, (u64 to, void *to_context, u64 from, void *from_context, size_t n, stream_t s), (to,
-     to_context, from, from_context, n, s), COPY(copy_on_gpu, n, s, 0))
-BOTH(cuMemcpy2DAsync, "_v2", 3020, (const struct copy_2d *c, stream_t s), (c, s), COPY_BY_TYPES(c, c->width * c->height,
-     s, 0))
-BOTH(cuMemcpy3DAsync, "_v2", 3020, (const struct copy_3d *c, stream_t s), (c, s), COPY_BY_TYPES(c, c->width * c->height
-     * c->depth, s, 0))
-COPIES(cuMemcpyHtoD, "_v2", 3020, (u64 to, const void *from, size_t n), (to, from, n), COPY(copy_to_gpu, n, NULL,
-     pageable(from) | BLOCKING))
-COPIES(cuMemcpyDtoH, "_v2", 3020, (void *to, u64 from, size_t n), (to, from, n), COPY(copy_to_host, n, NULL,
-     pageable(to) | BLOCKING))
+BOTH(cuMemcpyPeerAsync, "", 4000, (u64 to, void *to_context, u64 from, void *from_context, size_t n, stream_t s),
+     (to, to_context, from, from_context, n, s), COPY(copy_on_gpu, n, s, 0))
+BOTH(cuMemcpy2DAsync, "_v2", 3020, (const struct copy_2d *c, stream_t s), (c, s),
+     COPY_BY_TYPES(c, c->width * c->height, s, 0))
+BOTH(cuMemcpy3DAsync, "_v2", 3020, (const struct copy_3d *c, stream_t s), (c, s),
+     COPY_BY_TYPES(c, c->width * c->height * c->depth, s, 0))
+COPIES(cuMemcpyHtoD, "_v2", 3020, (u64 to, const void *from, size_t n), (to, from, n),
+     COPY(copy_to_gpu, n, NULL, pageable(from) | BLOCKING))
+COPIES(cuMemcpyDtoH, "_v2", 3020, (void *to, u64 from, size_t n), (to, from, n),
+     COPY(copy_to_host, n, NULL, pageable(to) | BLOCKING))
 COPIES(cuMemcpyDtoD, "_v2", 3020, (u64 to, u64 from, size_t n), (to, from, n), COPY(copy_on_gpu, n, NULL, BLOCKING))
 COPIES(cuMemcpy, "", 4000, (u64 to, u64 from, size_t n), (to, from, n), COPY(copy, n, NULL, BLOCKING))
 COPIES(cuMemcpy2D, "_v2", 3020, (const struct copy_2d *c), (c), COPY_BY_TYPES(c, c->width * c->height, NULL, BLOCKING))
-COPIES(cuMemcpy3D, "_v2", 3020, (const struct copy_3d *c), (c), COPY_BY_TYPES(c, c->width * c->height * c->depth, NULL,
-     BLOCKING))
+COPIES(cuMemcpy3D, "_v2", 3020, (const struct copy_3d *c), (c),
+     COPY_BY_TYPES(c, c->width * c->height * c->depth, NULL, BLOCKING))
 BOTH(cuMemsetD8Async, "", 3020, (u64 to, u8 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, n, s, 0))
 BOTH(cuMemsetD16Async, "", 3020, (u64 to, u16 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, 2 * n, s, 0))
 BOTH(cuMemsetD32Async, "", 3020, (u64 to, u32 v, size_t n, stream_t s), (to, v, n, s), COPY(set_memory, 4 * n, s, 0))
 BOTH(cuMemsetD2D8Async, "", 3020, (u64 to, size_t pitch, u8 v, size_t w, size_t h, stream_t s), (to, pitch, v, w, h, s),
      COPY(set_memory, w * h, s, 0))
-BOTH(cuMemsetD2D32Async, "", 3020, (u64 to, size_t pitch, u32 v, size_t w, size_t h, stream_t s), (to, pitch, v, w, h,
-     s), COPY(set_memory, 4 * w * h, s, 0))
+BOTH(cuMemsetD2D32Async, "", 3020, (u64 to, size_t pitch, u32 v, size_t w, size_t h, stream_t s),
+     (to, pitch, v, w, h, s), COPY(set_memory, 4 * w * h, s, 0))
 COPIES(cuMemsetD8, "_v2", 3020, (u64 to, u8 v, size_t n), (to, v, n), COPY(set_memory, n, NULL, BLOCKING))
 COPIES(cuMemsetD32, "_v2", 3020, (u64 to, u32 v, size_t n), (to, v, n), COPY(set_memory, 4 * n, NULL, BLOCKING))
 
@@ -711,34 +715,34 @@ BOTH(cuStreamSynchronize, "", 2000, (stream_t s), (s), ROW(stream_sync, 0, s))
 BOTH(cuStreamQuery, "", 2000, (stream_t s), (s), ROW(stream_query, r, s))
 BOTH(cuStreamWaitEvent, "", 3020, (stream_t s, void *e, u32 f), (s, e, f), flags |= captured(s); ROW(event_wait, e, s))
 BOTH(cuEventRecord, "", 2000, (void *e, stream_t s), (e, s), flags |= captured(s); ROW(event_record, e, s))
-BOTH(cuEventRecordWithFlags, "", 11010, (void *e, stream_t s, u32 f), (e, s, f), flags |= captured(s); ROW(event_record,
-     e, s))
+BOTH(cuEventRecordWithFlags, "", 11010, (void *e, stream_t s, u32 f), (e, s, f),
+     flags |= captured(s); ROW(event_record, e, s))
 ONE(cuEventSynchronize, "", 2000, (void *e), (e), HOST_ROW(event_sync, e))
 ONE(cuEventQuery, "", 2000, (void *e), (e), HOST_ROW(event_query, e))
 ONE(cuCtxSynchronize, "", 2000, (void), (), HOST_ROW(context_sync, 0))
 ONE(cuStreamCreate, "", 2000, (stream_t *s, u32 f), (s, f), if (!r) ROW(stream_create, 0, *s))
-ONE(cuStreamCreateWithPriority, "", 5050, (stream_t *s, u32 f, int priority), (s, f, priority), if (!r)
-     ROW(stream_create, (int64_t)priority, *s))
+ONE(cuStreamCreateWithPriority, "", 5050, (stream_t *s, u32 f, int priority), (s, f, priority),
+     if (!r) ROW(stream_create, (int64_t)priority, *s))
 ONE(cuStreamDestroy, "_v2", 4000, (stream_t s), (s), ROW(stream_destroy, 0, s))
-BOTH(cuStreamBeginCapture, "_v2", 10010, (stream_t s, int mode), (s, mode), if (!r) atomic_fetch_add(&captures, 1);
-     ROW(capture_begin, mode, s))
-BOTH(cuStreamEndCapture, "", 10000, (stream_t s, void **graph), (s, graph), atomic_fetch_sub(&captures,
-     atomic_load(&captures) > 0); ROW(capture_end, r ? 0 : *graph, s))
+BOTH(cuStreamBeginCapture, "_v2", 10010, (stream_t s, int mode), (s, mode),
+     if (!r) atomic_fetch_add(&captures, 1); ROW(capture_begin, mode, s))
+BOTH(cuStreamEndCapture, "", 10000, (stream_t s, void **graph), (s, graph),
+     atomic_fetch_sub(&captures, atomic_load(&captures) > 0); ROW(capture_end, r ? 0 : *graph, s))
 #define GRAPH_CREATE(exec, graph) PUT(call_number(KIND_graph_create, graph, NULL), r ? NULL : *(exec), 0)
-ONE(cuGraphInstantiateWithFlags, "", 11040, (void **exec, void *graph, u64 f), (exec, graph, f), GRAPH_CREATE(exec,
-     graph))
+ONE(cuGraphInstantiateWithFlags, "", 11040, (void **exec, void *graph, u64 f), (exec, graph, f),
+     GRAPH_CREATE(exec, graph))
 ENTRY(cuGraphInstantiateWithFlags, "cuGraphInstantiateWithFlags", "cuGraphInstantiate", 12000, false)
-WRAP_AS(cuGraphInstantiate, false, (void **exec, void *graph, void **node, char *log, size_t n), (exec, graph, node,
-     log, n), GRAPH_CREATE(exec, graph))
+WRAP_AS(cuGraphInstantiate, false, (void **exec, void *graph, void **node, char *log, size_t n),
+     (exec, graph, node, log, n), GRAPH_CREATE(exec, graph))
 ENTRY(cuGraphInstantiate, "cuGraphInstantiate_v2", "cuGraphInstantiate", 11000, false)
-BOTH(cuGraphInstantiateWithParams, "", 12000, (void **exec, void *graph, void *p), (exec, graph, p), GRAPH_CREATE(exec,
-     graph))
+BOTH(cuGraphInstantiateWithParams, "", 12000, (void **exec, void *graph, void *p), (exec, graph, p),
+     GRAPH_CREATE(exec, graph))
 ONE(cuGraphExecDestroy, "", 10000, (void *exec), (exec), HOST_ROW(graph_destroy, exec))
 
 ONE(cuMemAlloc, "_v2", 3020, (u64 *to, size_t n), (to, n), HOST_ROW(allocate, n))
 BOTH(cuMemAllocAsync, "", 11020, (u64 *to, size_t n, stream_t s), (to, n, s), ROW(allocate, n, s))
-BOTH(cuMemAllocFromPoolAsync, "", 11020, (u64 *to, size_t n, void *pool, stream_t s), (to, n, pool, s), ROW(allocate, n,
-     s))
+BOTH(cuMemAllocFromPoolAsync, "", 11020, (u64 *to, size_t n, void *pool, stream_t s), (to, n, pool, s),
+     ROW(allocate, n, s))
 ONE(cuMemFree, "_v2", 3020, (u64 p), (p), HOST_ROW(free, p))
 BOTH(cuMemFreeAsync, "", 11020, (u64 p, stream_t s), (p, s), ROW(free, p, s))
 ONE(cuMemHostAlloc, "", 2020, (void **to, size_t n, u32 f), (to, n, f), HOST_ROW(allocate_host, n))
@@ -746,8 +750,8 @@ ONE(cuMemAllocHost, "_v2", 3020, (void **to, size_t n), (to, n), HOST_ROW(alloca
 ONE(cuMemFreeHost, "", 2000, (void *p), (p), HOST_ROW(free_host, p))
 ONE(cuMemHostRegister, "_v2", 6050, (void *p, size_t n, u32 f), (p, n, f), HOST_ROW(register_host, n))
 ONE(cuMemHostUnregister, "", 4000, (void *p), (p), HOST_ROW(unregister_host, p))
-ONE(cuMemMap, "", 10020, (u64 p, size_t n, size_t at, u64 handle, u64 f), (p, n, at, handle, f), HOST_ROW(map_memory,
-     n))
+ONE(cuMemMap, "", 10020, (u64 p, size_t n, size_t at, u64 handle, u64 f), (p, n, at, handle, f),
+     HOST_ROW(map_memory, n))
 ONE(cuMemUnmap, "", 10020, (u64 p, size_t n), (p, n), HOST_ROW(unmap_memory, n))
 
 #define UNLOADED                                                                                                       \
@@ -763,8 +767,8 @@ ONE(cuLibraryUnload, "", 12000, (void *l), (l), UNLOADED)
 
 static result (*ask_context)(void **);
 #define CONTEXT_CHANGED                                                                                                \
-    if (ask_context && ask_context(&mine.context))                                                                     \
-        mine.context = NULL;
+    if (ask_context && ask_context(&this_thread.context))                                                              \
+        this_thread.context = NULL;
 ONE(cuCtxSetCurrent, "", 4000, (void *c), (c), CONTEXT_CHANGED)
 ONE(cuCtxPushCurrent, "_v2", 4000, (void *c), (c), CONTEXT_CHANGED)
 ONE(cuCtxPopCurrent, "_v2", 4000, (void **c), (c), CONTEXT_CHANGED)
@@ -778,18 +782,18 @@ struct nccl_id {
     flags |= captured(stream);                                                                                         \
     struct shape shape = {{(u32)(type), (u32)(peer), 0}, {0}, 0};                                                      \
     PUT(call_number(KIND_##kind, comm, &shape), count, stream_number(stream, own))
-ONE(ncclAllReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s), (f, t, n, type,
-     op, comm, s), COLLECTIVE(all_reduce, n, type, 0, comm, s))
-ONE(ncclBroadcast, "", 0, (const void *f, void *t, size_t n, int type, int root, void *comm, stream_t s), (f, t, n,
-     type, root, comm, s), COLLECTIVE(broadcast, n, type, root, comm, s))
+ONE(ncclAllReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s),
+     (f, t, n, type, op, comm, s), COLLECTIVE(all_reduce, n, type, 0, comm, s))
+ONE(ncclBroadcast, "", 0, (const void *f, void *t, size_t n, int type, int root, void *comm, stream_t s),
+     (f, t, n, type, root, comm, s), COLLECTIVE(broadcast, n, type, root, comm, s))
 ONE(ncclBcast, "", 0, (void *p, size_t n, int type, int root, void *comm, stream_t s), (p, n, type, root, comm, s),
      COLLECTIVE(broadcast, n, type, root, comm, s))
-ONE(ncclReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, int root, void *comm, stream_t s), (f, t, n,
-     type, op, root, comm, s), COLLECTIVE(reduce, n, type, root, comm, s))
-ONE(ncclAllGather, "", 0, (const void *f, void *t, size_t n, int type, void *comm, stream_t s), (f, t, n, type, comm,
-     s), COLLECTIVE(all_gather, n, type, 0, comm, s))
-ONE(ncclReduceScatter, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s), (f, t, n,
-     type, op, comm, s), COLLECTIVE(reduce_scatter, n, type, 0, comm, s))
+ONE(ncclReduce, "", 0, (const void *f, void *t, size_t n, int type, int op, int root, void *comm, stream_t s),
+     (f, t, n, type, op, root, comm, s), COLLECTIVE(reduce, n, type, root, comm, s))
+ONE(ncclAllGather, "", 0, (const void *f, void *t, size_t n, int type, void *comm, stream_t s),
+     (f, t, n, type, comm, s), COLLECTIVE(all_gather, n, type, 0, comm, s))
+ONE(ncclReduceScatter, "", 0, (const void *f, void *t, size_t n, int type, int op, void *comm, stream_t s),
+     (f, t, n, type, op, comm, s), COLLECTIVE(reduce_scatter, n, type, 0, comm, s))
 ONE(ncclSend, "", 0, (const void *p, size_t n, int type, int peer, void *comm, stream_t s), (p, n, type, peer, comm, s),
      COLLECTIVE(send, n, type, peer, comm, s))
 ONE(ncclRecv, "", 0, (void *p, size_t n, int type, int peer, void *comm, stream_t s), (p, n, type, peer, comm, s),
@@ -865,15 +869,11 @@ static const struct function *by_name(const char *name, int version, bool own) {
     return best;
 }
 
-static void *found_by_driver(const char *name, void *real, int version, u64 flags) {
-    return atomic_load(&on) && real ? wrapped(by_name(name, version, flags & 2), real) : real;
-}
-
 static result (*real_get_2)(const char *, void **, int, u64, void *), (*real_get)(const char *, void **, int, u64);
 static result log_get_2(const char *name, void **found, int version, u64 flags, void *status) {
     result r = real_get_2(name, found, version, flags, status);
     if (!r && found)
-        *found = found_by_driver(name, *found, version, flags);
+        *found = wrapped(by_name(name, version, flags & 2), *found);
     return r;
 }
 ENTRY(get_2, "cuGetProcAddress_v2", "cuGetProcAddress", 12000, false)
@@ -881,7 +881,7 @@ ENTRY(get_2, "cuGetProcAddress_v2", "cuGetProcAddress", 12000, false)
 static result log_get(const char *name, void **found, int version, u64 flags) {
     result r = real_get(name, found, version, flags);
     if (!r && found)
-        *found = found_by_driver(name, *found, version, flags);
+        *found = wrapped(by_name(name, version, flags & 2), *found);
     return r;
 }
 ENTRY(get, "cuGetProcAddress", "cuGetProcAddress", 11030, false)
@@ -892,16 +892,14 @@ static unsigned long long seen_loads; /* of libraries; under `scanning` */
 static pthread_mutex_t scanning = PTHREAD_MUTEX_INITIALIZER;
 static void scan(void);
 
-/* In place of dlsym. Whom the linker takes for the caller decides what RTLD_NEXT and RTLD_DEFAULT mean: there it is
-   the last thing done here, which the compiler makes a jump. */
+/* In place of dlsym. What RTLD_NEXT and RTLD_DEFAULT find depends on the caller, which the linker knows by the return
+   address. So dlsym is called last then: the compiler makes that a jump, which keeps the address. */
 static void *log_dlsym(void *handle, const char *symbol) {
-    if (!atomic_load(&on))
-        return dlsym(handle, symbol);
-    scan();
+    if (!atomic_load(&stopped))
+        scan();
     if (handle == RTLD_NEXT || handle == RTLD_DEFAULT || !of_interest(symbol))
         return dlsym(handle, symbol);
-    void *real = dlsym(handle, symbol);
-    return wrapped(by_symbol(symbol), real);
+    return wrapped(by_symbol(symbol), dlsym(handle, symbol));
 }
 
 #if defined(__x86_64__)
@@ -1038,7 +1036,7 @@ static void scan(void) {
 /* ---- for Python -------------------------------------------------------------------------------------------------- */
 
 static void in_forked_child(void) {
-    atomic_store(&on, false);
+    stop("forked children are not logged");
 }
 
 /* The stack of the caller as a line of JSON, to be held against what Python says. */
@@ -1068,8 +1066,7 @@ const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, cons
         !make_table(&streams, 1u << 12, 3000) || !make_table(&code_objects, 1u << 17, 65000) ||
         pthread_key_create(&at_thread_end, thread_ended) || pthread_atfork(NULL, NULL, in_forked_child))
         return "no memory was left for its tables";
-    if (layout)
-        python = *layout;
+    python = layout ? *layout : (struct python_layout){0}; /* one that was tried in vain may be there */
     use_counter = counter;
     write_clock();
     atomic_store(&on, true);

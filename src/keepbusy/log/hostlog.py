@@ -32,22 +32,32 @@ class PythonLayout(ctypes.Structure):
 
 
 def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Logs into the files `rows` and `names` there from now on. Returns why it cannot, or an empty string."""
+    """Begins to log into the files `rows` and `names` of this folder. Returns why it cannot, or an empty string."""
     library = _library()
     if library is None:
-        return f"{LIBRARY.name} is missing: install keepbusy where there is a C compiler, or from a wheel"
-    rows, names = (
+        return f"{LIBRARY.name} is missing: compile hostlog.c to {LIBRARY}"
+    files = [
         os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) for name in ("rows", "names")
-    )
+    ]
     layout = _layout(library)
+    reason = library.hostlog_start(*files, most_bytes, _counter_is_a_clock(), layout and ctypes.byref(layout))
+    if reason:
+        for file in files:
+            os.close(file)
+        return reason.decode()
     if layout and hasattr(ctypes.pythonapi, "PyCode_AddWatcher"):
         ctypes.pythonapi.PyCode_AddWatcher(library.hostlog_code_event)
-    why = library.hostlog_start(rows, names, most_bytes, _counter_is_a_clock(), layout and ctypes.byref(layout))
-    return (why or b"").decode()
+    return ""
+
+
+def pause(paused: bool) -> None:
+    """Calls made meanwhile leave no row."""
+    if (library := _library()) is not None:
+        library.hostlog_pause(paused)
 
 
 def stop() -> str:
-    """Returns why the log had ended before, or an empty string."""
+    """Ends the log. Returns why it had ended before, or an empty string."""
     library = _library()
     return (library.hostlog_stop() or b"").decode() if library is not None else ""
 
@@ -74,9 +84,9 @@ def _library() -> ctypes.PyDLL | None:
 
 
 def _layout(library: ctypes.PyDLL) -> PythonLayout | None:
-    """None if the library does not find with it what Python says of this stack: then rows have no stacks."""
+    """None if what the library reads with it differs from what Python says of this stack. Rows have no stacks then."""
     offsets = _OFFSETS.get(sys.version_info[:2])
-    if offsets is None or sys.implementation.name != "cpython":
+    if offsets is None or sys.implementation.name != "cpython" or sys.abiflags:  # debug and free-threaded builds differ
         return None
     layout = PythonLayout(
         ctypes.cast(ctypes.pythonapi.PyGILState_GetThisThreadState, ctypes.c_void_p),
@@ -109,4 +119,4 @@ _OFFSETS: dict[tuple[int, int], dict[str, int]] = {
     (3, 12): _SINCE_3_12 | {"frame_holder": 56, "current_frame": 0, "first_instruction": 192},
     (3, 13): _SINCE_3_12 | {"frame_holder": 0, "current_frame": 72, "first_instruction": 200},
 }
-"""Of the fields in CPython's structures. A minor version never moves them."""
+"""Offsets of fields in CPython's structures, which no release of a minor version moves."""

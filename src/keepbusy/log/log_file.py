@@ -18,8 +18,8 @@ ROW = np.dtype(
     ]
 )
 """`struct row` of the library."""
-LONG = np.uint32(1 << 31)
-"""In `took`: units of 1024 ticks."""
+IN_UNITS_OF_1024 = np.uint32(1 << 31)
+"""A bit of `took`: it counts units of 1024 ticks, not ticks."""
 
 
 class CallFlag(IntFlag):
@@ -93,7 +93,7 @@ def read_log(folder: Path) -> DriverLog:
     rows = np.frombuffer(data, ROW, count=len(data) // ROW.itemsize)
     rows = np.sort(rows[rows["begin"] != 0], order="begin", kind="stable")
     took = rows["took"].astype(np.int64)
-    took = np.where(rows["took"] & LONG, (took & 0x7FFFFFFF) << 10, took)
+    took = np.where(rows["took"] & IN_UNITS_OF_1024, (took & 0x7FFFFFFF) << 10, took)
     log = DriverLog(rows, rows["begin"].astype(np.int64), took)
     clock = []
     for line in (folder / "names").read_text(errors="surrogatepass").splitlines():

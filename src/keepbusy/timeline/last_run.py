@@ -33,7 +33,7 @@ def keep(timeline: Timeline) -> bool:
 
 
 def forget() -> None:
-    """A run begins: should it leave nothing, an older one is not taken for it."""
+    """For a run that begins: if it leaves nothing, no older run is taken for it."""
     path = place()
     if path is not None:
         with suppress(OSError):
