@@ -203,3 +203,18 @@ def test_a_signal_that_a_forked_child_gets_at_once_is_its_own() -> None:
 def test_an_interrupt_while_all_is_done_shows_no_traceback() -> None:
     done = ended("", before="Ending(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)))\n")
     assert said(done) == (0, "finished\n", "")
+
+
+@both
+@pytest.mark.parametrize("call", ["_get", "_set_wakeup"])
+def test_a_signal_between_the_program_and_what_is_done_last_waits_for_that(in_handler: bool, call: str) -> None:
+    """As torchrun ends a rank just when that ends by itself."""
+    before = (
+        "from keepbusy.instrument import script\n"
+        f"call = script.{call}\n"
+        "def late(*given):\n"
+        "    if ended.pop(): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return call(*given)\n"
+    )
+    ends = f"ended = [False] * 9 + [True]\nscript.{call} = late\n"
+    assert said(ended(ends, in_handler, before=before)) == (-signal.SIGTERM, "finished\n", "")

@@ -395,6 +395,7 @@ class Ending:
         self._renew = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._renewed)
         self._forking = threading.local()
         self._is_awaited = False  # that a call of ours ends, and then the program
+        self._is_ending = False  # by itself
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread() and _get(signal.SIGTERM) is signal.SIG_DFL:
             _set(signal.SIGTERM, self._terminated)
@@ -412,21 +413,22 @@ class Ending:
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
+            self._is_ending = True
             self._let_go()
             if threading.current_thread() is threading.main_thread():
                 _set(signal.SIGINT, signal.SIG_IGN)  # it would show a traceback of ours, of a program that has ended
                 if _get(signal.SIGTERM) is signal.SIG_DFL:  # torchrun ends all ranks once one has failed
-                    _set(signal.SIGTERM, self._end_after_report)
+                    _set(signal.SIGTERM, self._terminated)
             self._last()
         if self.signal:
             _die_of(self.signal)
 
-    def _end_after_report(self, number: int, _frame: FrameType | None) -> None:
-        """The first SIGTERM during the report. Another one ends the process at once."""
-        self.signal = number
-        _set(number, signal.SIG_DFL)
-
     def _terminated(self, number: int, frame: FrameType | None) -> None:
+        if self._is_ending:  # `finish` comes or is under way
+            self._handled.set()
+            self.signal = number
+            _set(number, signal.SIG_DFL)
+            return
         ours = None if self._in_handler or self._is_awaited else _call_of_ours(frame)
         if ours is not None and os.getpid() == self._process:
             self._is_awaited = True
@@ -533,13 +535,14 @@ class Ending:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _in_child(self) -> None:
+        self._is_ending = False
         self._let_go()
         self._hold_no_more()
 
     def _let_go(self) -> None:
         """At the program's end, and in a child that it forks."""
         self._patches.undo()
-        if self._is_ours():
+        if self._is_ours() and not self._is_ending:
             _set(signal.SIGTERM, signal.SIG_DFL)
         if self._is_woken:
             self._is_woken = False
