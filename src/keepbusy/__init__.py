@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from keepbusy.explain import explain as explain
     from keepbusy.explain.comparison import compare as compare
     from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.fix.gate.guard import TooManyWaits as TooManyWaits
     from keepbusy.fix.gate.guard import guard as guard
     from keepbusy.instrument import step as step
     from keepbusy.recording import record as record
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
+    "TooManyWaits": "keepbusy.fix.gate.guard",
     "accumulate": "keepbusy.runtime.accumulate",
     "agree": "keepbusy.runtime.agree",
     "compare": "keepbusy.explain.comparison",

@@ -102,7 +102,7 @@ class Budgets:
         mark = item.get_closest_marker("keepbusy")
         if mark is None and "gpu" not in getattr(item, "fixturenames", ()):
             return (yield)
-        limits = _limits(mark, item)
+        limits = _limits(mark)
         measured = TestMeasure(limits.get("allow", ()))
         with measured:
             result = yield
@@ -236,13 +236,13 @@ def _virtual_machine() -> Any:
     return machine if hasattr(machine, "clock") else None
 
 
-def _limits(mark: pytest.Mark | None, item: pytest.Item) -> dict[str, Any]:
+def _limits(mark: pytest.Mark | None) -> dict[str, Any]:
     if mark is None:
         return {}
     from keepbusy.timeline.figures import NANOSECONDS
 
     if mark.args or not set(mark.kwargs) <= set(_LIMITS):
-        raise pytest.UsageError(f"{item.nodeid}: the keepbusy mark takes {', '.join(_LIMITS)}, each by its name")
+        pytest.fail(f"The keepbusy mark takes {', '.join(_LIMITS)}, each by its name.", pytrace=False)
     for name, units in (("max_wait", NANOSECONDS), ("max_memory", _SIZES)):
         if name in mark.kwargs:
             measure(mark.kwargs[name], units)
@@ -254,7 +254,7 @@ def measure(text: str, units: dict[str, int]) -> float:
     found = _MEASURE.match(str(text))
     unit = (units.get(found[2]) or units.get(found[2].upper())) if found else None
     if found is None or unit is None:
-        raise pytest.UsageError(f"{text!r} has no unit that is known; write a number and one of {', '.join(units)}")
+        pytest.fail(f"{text!r} has no unit that is known; write a number and one of {', '.join(units)}.", pytrace=False)
     return float(found[1]) * unit
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import keepbusy
-from keepbusy.fix.gate.guard import GuardedBlock, TooManyWaits
+from keepbusy import TooManyWaits
+from keepbusy.fix.gate.guard import GuardedBlock
 from keepbusy.timeline.files import BadInput
 
 HERE = Path(__file__).name

@@ -180,8 +180,15 @@ def test_a_budgets_file_that_cannot_be_written_is_a_usage_error(folder: Path) ->
     assert done.stderr.endswith("keepbusy-budgets.json: Is a directory.\n\n")
 
 
-def test_a_wrong_mark_is_told_in_a_sentence(folder: Path) -> None:
-    (folder / "test_them.py").write_text(
-        "import pytest\n@pytest.mark.keepbusy(max_wait='2 hours')\ndef test_it(gpu): pass\n"
-    )
-    assert "'2 hours' has no unit that is known" in pytest_in(folder, "--keepbusy").stdout
+@pytest.mark.parametrize(
+    ("mark", "sentence"),
+    [
+        ("max_wait='2 hours'", "'2 hours' has no unit that is known; write a number and one of "),
+        ("max_reads=1", "The keepbusy mark takes max_syncs, "),
+    ],
+)
+def test_a_wrong_mark_is_told_in_a_sentence(folder: Path, mark: str, sentence: str) -> None:
+    (folder / "test_them.py").write_text(f"import pytest\n@pytest.mark.keepbusy({mark})\ndef test_it(gpu): pass\n")
+    told = pytest_in(folder, "--keepbusy").stdout
+    assert sentence in told
+    assert "pytest_plugin.py" not in told
