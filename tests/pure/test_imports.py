@@ -167,7 +167,7 @@ LINES = {
     "virtual": 9056,
     "explain": 4792,
     "report": 3520,
-    "runtime": 6521,
+    "runtime": 6530,
     "cli": 3861,
     "fix": 6966,
 }

@@ -111,6 +111,32 @@ def test_a_healthy_loop_passes(runs: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "fine       0 syncs per step in " in capsys.readouterr().out
 
 
+GRAPHED = """\
+import keepbusy, torch
+
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).cuda()
+optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+
+@keepbusy.graph
+def train_step(x):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+x = torch.randn(32, 64, device="cuda")
+for _ in range(16):
+    train_step(x)
+"""
+
+
+def test_a_replay_is_compared_with_an_eager_call_at_one_wait(folder: Path) -> None:
+    """However many tensors the step writes to."""
+    (folder / "train.py").write_text(GRAPHED)
+    done = keepbusy(folder, "check", "--max-syncs", "1", "train.py")
+    assert done.returncode == 0, done.stdout
+    assert "up to 1 sync per step" in done.stdout
+
+
 @pytest.mark.parametrize("words", [("check",), ("plan", "--gpus", "2"), ("fix",)])
 def test_a_program_that_is_not_there_is_one_sentence(
     words: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

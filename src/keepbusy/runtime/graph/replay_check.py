@@ -209,17 +209,26 @@ def _compared(
 
 
 def _differing(one: Outcome, other: Outcome) -> list[int]:
+    """Places of values that differ. What was compared on the GPU is read at once: one wait, however many there are."""
     pairs = zip(one.named, other.named, strict=True)
-    return [place for place, ((_, value), (_, made)) in enumerate(pairs) if not _same_bits(value, made)]
+    same = [_same_bits(value, made) for (_, value), (_, made) in pairs]
+    on_device = [place for place, found in enumerate(same) if isinstance(found, Tensor)]
+    if on_device:
+        answers = [same[place].to(same[on_device[0]].device) for place in on_device]
+        for place, answer in zip(on_device, torch.stack(answers).tolist(), strict=True):
+            same[place] = answer
+    return [place for place, found in enumerate(same) if not found]
 
 
-def _same_bits(one: Any, other: Any) -> bool:
+def _same_bits(one: Any, other: Any) -> Any:
+    """True or False, or of tensors on a GPU the answer as a tensor there."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     bits, other_bits = [value.detach().to(one.device).reshape(-1).view(torch.uint8) for value in (one, other)]
-    return torch.equal(bits, other_bits)
+    same = (bits == other_bits).all()
+    return same if same.is_cuda else bool(same)
 
 
 def _varies(place: int, replayed: Outcome, made: Outcome, again: Outcome, spread: dict[int, float]) -> bool:
