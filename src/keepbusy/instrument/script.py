@@ -395,7 +395,7 @@ class Ending:
         self._renew = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._renewed)
         self._forking = threading.local()
         self._is_awaited = False  # that a call of ours ends, and then the program
-        self._is_ending = False  # by itself
+        self._is_ending = False  # the program has ended by itself
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread() and _get(signal.SIGTERM) is signal.SIG_DFL:
             _set(signal.SIGTERM, self._terminated)
