@@ -152,6 +152,17 @@ def test_a_program_may_close_all_descriptors(in_handler: bool) -> None:
     assert said(ended(CLOSES + HANGS, in_handler, before=soon)) == (-signal.SIGTERM, "", "")
 
 
+@pytest.mark.parametrize("closes", ["os.closerange(3, 4096)", "library.closefrom(3)"])
+def test_a_program_may_close_all_descriptors_again_and_again_while_it_traces(closes: str) -> None:
+    """Python 3.11 never comes back from a function that it calls for a thread, and traces, when another one waits."""
+    own = (
+        "import ctypes\nlibrary = ctypes.CDLL(None)\n"
+        "library.closefrom = getattr(library, 'closefrom', lambda first: os.closerange(first, 4096))\n"
+        f"sys.settrace(lambda *_: None)\nfor _ in range(2000): {closes}\n"
+    )
+    assert said(ended(own)) == (0, "finished\n", "")
+
+
 def test_a_program_may_close_descriptors_one_by_one() -> None:
     closes = (
         "ending = Ending(lambda: None)\nmiddle = ending._pipe\n"

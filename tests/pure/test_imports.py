@@ -161,7 +161,7 @@ LINES = {
     "hang": 702,
     "timeline": 3118,
     "traces": 2392,
-    "instrument": 2942,
+    "instrument": 2954,
     "recording": 4086,
     "log": 314,
     "virtual": 9056,

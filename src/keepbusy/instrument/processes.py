@@ -158,8 +158,15 @@ def processor_times(thread: int) -> tuple[int, int] | None:
 # Descriptors of ours, in a process whose program may close any number, also those that it never opened.
 
 
-def high_copy(descriptor: int) -> int:
-    """Of a descriptor, by a high number: what the program opens has the numbers that it would have."""
+def high_copy(descriptor: int, at: int = -1) -> int:
+    """Of a descriptor, by a high number: what the program opens has the numbers that it would have. `at`: the number
+    that it must have."""
+    if at >= 0:
+        copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, at)
+        if copy != at:
+            os.close(copy)
+            raise FileExistsError
+        return copy
     limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
     with suppress(OSError, ValueError):
         return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, limit - 16)
@@ -176,11 +183,11 @@ class KeptDescriptor:
     file: tuple[int, int]
 
     @classmethod
-    def of(cls, number: int, is_inherited: bool = True) -> KeptDescriptor | None:
-        """None if it is closed. `is_inherited`: whether children that are forked have it, too; a child that outlives
-        the program is not to hold a pipe open."""
+    def of(cls, number: int, is_inherited: bool = True, at: int = -1) -> KeptDescriptor | None:
+        """None if it is closed, or if there is another one where the copy is to be. `is_inherited`: whether children
+        that are forked have it, too; a child that outlives the program is not to hold a pipe open."""
         with suppress(OSError):
-            made = cls(high_copy(number), number, _file(number))
+            made = cls(high_copy(number, at), number, _file(number))
             if not is_inherited:
                 os.register_at_fork(after_in_child=made.close)
             return made
@@ -200,11 +207,12 @@ class KeptDescriptor:
         return None
 
 
-def kept_pipe() -> tuple[KeptDescriptor, KeptDescriptor] | None:
-    """Its reading and its writing end; None where there is no room for them."""
+def kept_pipe(at: int = -1) -> tuple[KeptDescriptor, KeptDescriptor] | None:
+    """Its reading and its writing end, this one by the number `at`; None where there is no room for them."""
     with suppress(OSError):
         ends = os.pipe()
-        reading, writing = map(KeptDescriptor.of, ends)
+        writing = KeptDescriptor.of(ends[1], at=at)
+        reading = KeptDescriptor.of(ends[0])
         for end in ends:
             os.close(end)
         if reading is not None and writing is not None:

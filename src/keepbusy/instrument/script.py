@@ -392,7 +392,7 @@ class Ending:
         self._handled, self._patches = threading.Event(), Patches()
         self._pipe: tuple[KeptDescriptor, KeptDescriptor] | None = None
         self._is_woken = False  # by signals, of which Python then writes into our pipe
-        self._renew = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._renewed)
+        self._lock = threading.RLock()  # of the pipe and of where signals are written
         self._forking = threading.local()
         self._is_awaited = False  # that a call of ours ends, and then the program
         self._is_ending = False  # the program has ended by itself
@@ -403,6 +403,7 @@ class Ending:
                 self._patches.replace(signal, name, self._without_ours)
             self._is_woken = True
             self._hear_signals()
+            _set_wakeup(self._wakeup, warn_on_full_buffer=False)
             self._patches.replace(signal, "set_wakeup_fd", self._while_it_has_none)
             self._patches.replace(os, "closerange", self._closing)
             os.register_at_fork(before=self._hold, after_in_parent=self._hold_no_more, after_in_child=self._in_child)
@@ -469,14 +470,17 @@ class Ending:
 
     def _hear_signals(self) -> None:
         """Python's handlers run between two lines of the program, and on a real GPU it may hang in one, as a rank does
-        whose peer has died."""
-        self._close_pipe()
-        self._pipe = pipe = kept_pipe()
-        if pipe is not None:
-            os.set_blocking(pipe[1].copy, False)
-            UnseenThread(lambda: self._hear(pipe[0]))
-        if self._is_woken:
-            _set_wakeup(self._wakeup, warn_on_full_buffer=False)
+        whose peer has died.
+
+        A pipe that was closed is made anew by its old number, since only the main thread may tell Python another one.
+        """
+        with self._lock:
+            at = self._wakeup
+            self._close_pipe()
+            self._pipe = pipe = kept_pipe(at)
+            if pipe is not None:
+                os.set_blocking(pipe[1].copy, False)
+                UnseenThread(lambda: self._hear(pipe))
 
     @property
     def _wakeup(self) -> int:
@@ -487,34 +491,33 @@ class Ending:
         """Ours is there, of which the program is not told: some warn where they find another one."""
 
         def set_wakeup_fd(fd: int, **options: Any) -> int:
-            ours = self._wakeup
-            before = original(ours, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
-            self._is_woken = fd == -1
+            with self._lock:
+                ours = self._wakeup
+                before = original(ours, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
+                self._is_woken = fd == -1
             return -1 if before == ours else int(before)
 
         return set_wakeup_fd
 
-    def _hear(self, pipe: KeptDescriptor) -> None:
-        patience, heard = _PATIENCE if self._in_handler else _PATIENCE_WITH_US, pipe.descriptor()
+    def _hear(self, pipe: tuple[KeptDescriptor, KeptDescriptor]) -> None:
+        patience = _PATIENCE if self._in_handler else _PATIENCE_WITH_US
         with suppress(OSError):
-            while heard is not None and (came := os.read(heard, 1)):
+            while (heard := pipe[0].descriptor()) is not None and (came := os.read(heard, 1)):
                 if came[0] == signal.SIGTERM and not self._handled.wait(patience) and self._is_ours():
                     ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python would have this said in the main thread
                     os.kill(self._process, signal.SIGTERM)
-        ctypes.pythonapi.Py_AddPendingCall(self._renew, None)  # in the main thread, which alone may say where to write
-
-    def _renewed(self, _: object) -> int:
-        """The program may have closed the pipe: daemons close all that there is, and Python would complain at each
-        signal."""
-        if self._pipe is not None and any(end.descriptor() is None for end in self._pipe):
-            self._hear_signals()
-        return 0
+        with self._lock:
+            if self._pipe is pipe:
+                self._hear_signals()
 
     def _closing(self, original: Function) -> Function:
+        """Daemons close all that there is, and Python would complain at each signal that it cannot write."""
+
         def closerange(*numbers: int) -> None:
             original(*numbers)
-            if threading.current_thread() is threading.main_thread():
-                self._renewed(None)
+            with self._lock:
+                if self._pipe is not None and any(end.descriptor() is None for end in self._pipe):
+                    self._hear_signals()
 
         return closerange
 
@@ -535,7 +538,7 @@ class Ending:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _in_child(self) -> None:
-        self._is_ending = False
+        self._is_ending, self._lock = False, threading.RLock()
         self._let_go()
         self._hold_no_more()
 
@@ -544,10 +547,11 @@ class Ending:
         self._patches.undo()
         if self._is_ours() and not self._is_ending:
             _set(signal.SIGTERM, signal.SIG_DFL)
-        if self._is_woken:
-            self._is_woken = False
-            _set_wakeup(-1)
-        self._close_pipe()
+        with self._lock:
+            if self._is_woken:
+                self._is_woken = False
+                _set_wakeup(-1)
+            self._close_pipe()
 
 
 def _starts(thread: threading.Thread) -> bool:
