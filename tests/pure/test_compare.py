@@ -193,6 +193,13 @@ def test_a_fix_is_made_once_the_plan_no_longer_asks_for_it() -> None:
     assert (done.run_foretold, done.run) == (8_200, Change(10_000, 7_950, 100))
 
 
+def test_a_fix_that_is_no_longer_offered_was_not_made_where_the_step_is_longer() -> None:
+    """As where a new read of a value stands in the way of a CUDA graph."""
+    text = render_comparison(held((), step=33.0))
+    assert "not made read the value later" in text
+    assert "predicted" not in text
+
+
 def test_a_script_of_another_name_is_asked_for_the_same_fix() -> None:
     """Else each fix of `before.py` would be told as made in `after.py`."""
     before = replace(STALLED, plan=(READ_LATER,), run=RUN, sources=("work/train.py",))

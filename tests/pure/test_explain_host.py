@@ -9,9 +9,10 @@ import pytest
 from build import LAUNCH, MS, US, Run, loop
 from told import TRAIN, cause, explained, harmless, names, near, told
 
+from keepbusy.explain import explain
 from keepbusy.explain.ledger import GRAPH_SAVES
 from keepbusy.timeline.model import Direction
-from keepbusy.timeline.run_facts import PlainRun
+from keepbusy.timeline.run_facts import LoaderUse, PlainRun
 
 SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 MANY = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
@@ -187,6 +188,21 @@ def test_a_loader_in_the_process_itself_holds_the_loop_up() -> None:
     assert (one.predicted.step, one.fix) == (near(2_000), "prepare_in_workers")
     assert "num_workers=8" in one.remedy
     assert found.ledger["input_late"] == near(4_000)
+
+
+def test_no_more_workers_are_counted_on_than_there_are_cores() -> None:
+    """With two, a batch of 6 ms comes every 3 ms."""
+
+    def body(run: Run) -> None:
+        with run.inside(TRAIN):
+            run.work(6_000, at=[SINGLE, "aten::stack"]).launch([1_000] * 2)
+
+    own = LoaderUse("train.py:3", workers=0, prefetch=0, batches=8, waited=48 * MS, cores=2)
+    one = cause(explain(loop(body, 8, loaders=(own,))), "input_late")
+    assert "num_workers=2" in one.remedy
+    assert one.predicted.step == near(3_000, 0.02)
+    more = cause(explain(loop(body, 8, loaders=(own,)), workers=4), "input_late")
+    assert "num_workers=4" in more.remedy
 
 
 def test_where_most_of_a_batch_is_made_is_told() -> None:

@@ -123,6 +123,14 @@ rewrite at train.py:6
     )
 
 
+def test_workers_that_change_the_results_are_tried_as_others_that_start_in_each_epoch(search, capsys) -> None:  # type: ignore[no-untyped-def]
+    found = search(Runs("its losses differ by 2%", "gains 4 ms", "its weights differ.", "gains 1 ms"))
+    found.go()
+    [source] = found.held.values()
+    assert "num_workers=4, pin_memory=True)" in source
+    assert "  instead of 'use more loader workers' at train.py:4\n  gains 4 ms\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ends", ["no time", "Ctrl-C"])
 def test_what_was_not_tried_is_named_and_what_holds_stays(search, capsys, ends: str) -> None:  # type: ignore[no-untyped-def]
     found = search(Runs("gains 5 ms", KeyboardInterrupt, enough=1 if ends == "no time" else 99))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_timeline
 
+from keepbusy.cli import fixing
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import CAUSES, PLACES, PlannedFix, Where
 from keepbusy.report import terminal, verdict, words
@@ -26,6 +27,23 @@ from keepbusy.timeline import figures
 from keepbusy.timeline.run_facts import RUN, CutShort, Part
 
 WIDTHS = (40, 60, 80, 100, 140)
+
+
+@pytest.mark.parametrize(
+    ("fix", "now", "written"),
+    [
+        ("graph", True, True),
+        ("num_workers=8", True, True),
+        ("fuse_optimizer", False, True),
+        ("align_ranks", False, False),
+    ],
+)
+def test_a_command_is_offered_only_where_it_makes_one_of_the_fixes(fix: str, now: bool, written: bool) -> None:
+    planned = PlannedFix(fix, (Where("train.py", 4),), (), ms(1), predicted(30, 29, 31), ms(1))
+    known = replace(STALLED, command=("-m", "my.train", "--name", "a b"), plan=(planned,))
+    assert fixing("run --fix", known) == ("keepbusy run --fix -m my.train --name 'a b'" if now else "")
+    assert fixing("fix", known) == ("keepbusy fix -m my.train --name 'a b'" if written else "")
+    assert fixing("fix", replace(known, command=())) == ""
 
 
 def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
@@ -42,8 +60,8 @@ def test_a_stalled_run_is_told_from_top_to_bottom() -> None:
         "One copy of 154 MB a step from pageable memory takes 20.1 ms.",
         "fix: for batch in keepbusy.prefetch(loader):",
         "2  Python blocks on the GPU, which then idles · host_sync",
-        "about model.py:44 in forward · aten::item",
-        "also about model.py:60 in forward (400 µs), between aten::mm and aten::relu (100 µs) and 1 more place",
+        "near model.py:44 in forward · aten::item",
+        "also near model.py:60 in forward (400 µs), between aten::mm and aten::relu (100 µs) and 1 more place",
         "All of this fixed: 31.3 → 8.6 ms (8.2–9.9) · noise: ±900 µs",
         "ignore  host sync at train.py:60 and 1 more place (14 per iteration) costs nothing here:",
         "ignore  allocator at train.py:70 (every 48th iteration) costs nothing here:",
@@ -353,7 +371,7 @@ def test_the_only_call_in_the_loop_is_likely(program: Path, line: int) -> None:
     where = Where("train.py", line, "main", operator="aten::item")
     assert source_of(where) == (11, "print(loss.item())", True)
     text = terminal.render_full(replace(STALLED, causes=(replace(SYNC, sites=(replace(SYNC.sites[0], where=where),)),)))
-    assert f"about train.py:{line} in main · aten::item\n   likely line 11: print(loss.item())" in text
+    assert f"near train.py:{line} in main · aten::item\n   likely line 11: print(loss.item())" in text
 
 
 @pytest.mark.parametrize(

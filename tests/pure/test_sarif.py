@@ -33,7 +33,8 @@ def test_it_is_valid_by_the_schema(diagnosis: Diagnosis) -> None:
 
 
 def test_every_line_of_a_cause_is_a_result_with_its_cost(diagnosis: Diagnosis) -> None:
-    told = [one for one in results(sarif(diagnosis)) if one["level"] == "warning"]
+    """A warning; where that rounds to nothing, a note."""
+    told = [one for one in results(sarif(diagnosis)) if "rank" in one]
     sites = [(cause, site) for cause in diagnosis.causes for site in cause.sites if site.where.line]
     assert len(told) == len(sites) > 0
     for one, (cause, site) in zip(told, sites, strict=True):
@@ -42,7 +43,15 @@ def test_every_line_of_a_cause_is_a_result_with_its_cost(diagnosis: Diagnosis) -
         assert place["region"]["startLine"] == site.where.line
         assert place["artifactLocation"]["uri"].endswith(Path(site.where.file).name)
         assert cause.advice in one["message"]["text"]
+        assert one["level"] == ("warning" if one["rank"] else "note")
         assert one["rank"] == pytest.approx(100 * min(1, site.wait / diagnosis.plain_step), abs=0.1)
+
+
+def test_a_line_that_costs_nothing_is_no_warning(diagnosis: Diagnosis) -> None:
+    cause = diagnosis.causes[0]
+    free = replace(cause.sites[0], wait=0)
+    told = results(sarif(replace(diagnosis, causes=(replace(cause, sites=(cause.sites[0], free)),), harmless=())))
+    assert [one["level"] for one in told] == ["warning", "note"]
 
 
 def test_rules_are_those_of_the_results(diagnosis: Diagnosis) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
+from keepbusy.fix import ASKED, IN_THE_SOURCE, WHILE_IT_RUNS
+from keepbusy.fix.live.live_fixes import SAFE
 from keepbusy.fix.source.proof import RunResults
 from keepbusy.fix.source.source_edits import EDITS, changed_lines, edited, where_now
 
@@ -254,6 +256,14 @@ def test_a_masked_mean_has_a_shape_that_the_host_knows() -> None:
 def test_workers_that_somebody_chose_are_left() -> None:
     source = "loader = DataLoader(data, num_workers=options.workers)\nfor x in loader: pass\n"
     assert edited(source, "prepare_in_workers", [2]) is None
+    assert edited(source.replace("options.workers", "6"), "num_workers=6 without persistent_workers", [2]) is None
+
+
+@pytest.mark.parametrize("kept", ["", " without persistent_workers"])
+def test_fewer_workers_than_keep_up_become_as_many(kept: str) -> None:
+    source = "loader = DataLoader(data, num_workers=2)\nfor x in loader: pass\n"
+    given = "num_workers=6" if kept else "num_workers=6, persistent_workers=True"
+    assert edited(source, f"num_workers=6{kept}", [2]) == source.replace("num_workers=2", given)
 
 
 @pytest.mark.parametrize(
@@ -307,6 +317,14 @@ def test_a_change_is_told_of_where_it_stands(fix: str, line: int, places: list[i
     """A form feed ends no line of Python's."""
     source = f"x = 1  # \f\n{LOOP}"
     assert changed_lines(source, edited(source, fix, [line + 1]) or source) == [one + 1 for one in places]
+
+
+def test_every_edit_serves_a_fix_and_every_fix_that_is_offered_has_its_edits() -> None:
+    assert {edit for edits in IN_THE_SOURCE.values() for edit in edits} | {"num_workers"} == {
+        *(edit for edit in EDITS if " without " not in edit),
+        "num_workers",
+    }
+    assert WHILE_IT_RUNS.keys() | {"foreach"} == {*SAFE, *ASKED}
 
 
 @pytest.mark.parametrize("fix", EDITS)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from virtual_programs import clock, operator, rows
 
 from keepbusy.timeline.model import Direction, FrameKind, Kind, LinkKind
 from keepbusy.timeline.replay import replay
+from keepbusy.virtual.clock import real_time
 from keepbusy.virtual.clock.engine import BEGINNING, Clock
+from keepbusy.virtual.clock.lanes import HostThread
 from keepbusy.virtual.costs.device import read
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
@@ -386,3 +390,19 @@ def test_it_stays_quick_enough_to_be_called_for_every_operator() -> None:
     timeline = on.timeline()
     assert len(timeline) == 210_000
     assert (timeline.spans.end[timeline.on_device] - timeline.spans.start[timeline.on_device] == 100).all()
+
+
+@pytest.mark.parametrize(("pauses", "is_said"), [(1, True), (0, False)])
+def test_a_long_run_that_computes_values_is_told_how_it_becomes_shorter(
+    pauses: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(real_time, "UnseenThread", lambda work: work())
+    monkeypatch.setattr(real_time, "_LONG", 0.0)
+    host = cast(HostThread, SimpleNamespace(pauses=pauses))
+    real_time.tell_slow_values(host, said.append, threading.Event())
+    assert ["--values none" in one for one in said] == [True] * is_said
+    over = threading.Event()
+    over.set()
+    real_time.tell_slow_values(host, said.append, over)
+    assert len(said) == is_said

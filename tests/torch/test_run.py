@@ -47,6 +47,20 @@ def test_the_report_names_exact_lines(run) -> None:
     assert said["steps"] >= 4
 
 
+def test_the_next_commands_have_the_programs_arguments(run, tmp_path: Path, warm_python: WarmPython) -> None:
+    """Also later, where the run is read from its file; and lines are quoted from the program, not from the file of its
+    name that lies there."""
+    done = run(LOOP, "--epochs", "2 3", before=("--clock", "modelled", "--on", "a100", "--save", "run.busy"))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "train.py").write_text("another()\n" * 20)
+    later = warm_python.keepbusy("explain", "../run.busy", "--full", cwd=tmp_path / "elsewhere")
+    assert "loss = model(x.to(" in later.stdout
+    assert "another()" not in later.stdout
+    for verb in ("run --fix", "fix"):
+        command = f"  keepbusy {verb} --on a100 train.py --epochs '2 3'\n"
+        assert (command in done.stdout, command in later.stdout) == (True, True)
+
+
 def test_the_program_is_untouched(run, tmp_path: Path) -> None:
     done = run(
         "import sys, __main__\nfrom pathlib import Path\n"

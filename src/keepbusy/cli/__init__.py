@@ -11,11 +11,12 @@ import gc
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -309,8 +310,7 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=whole_number("workers", 1024),
         metavar="N",
-        default=USUAL_WORKERS,
-        help=f"loader workers that a prediction may count on (default {USUAL_WORKERS})",
+        help=f"loader workers that a prediction may count on (default {USUAL_WORKERS}, and no more than cores)",
     )
 
 
@@ -550,14 +550,36 @@ def add_amount(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
 
 
+def fixing(verb: str, diagnosis: Diagnosis) -> str:
+    """The command that makes fixes of the plan: `run --fix` as the program runs, `fix` in its source. Empty where the
+    run cannot be repeated, and where it makes none of these fixes."""
+    from keepbusy.fix import is_made_while_it_runs, is_written
+
+    makes, command = is_written if verb == "fix" else is_made_while_it_runs, diagnosis.command
+    if not command and len(diagnosis.sources) == 1 and diagnosis.sources[0].endswith(".py"):
+        several = ("--ranks", str(len(diagnosis.given))) if len(diagnosis.given) > 1 else ()
+        command = (*several, *diagnosis.sources)  # recorded by the program itself, or by an older version
+    can = command and any(makes(planned.fix) for planned in diagnosis.plan)
+    return f"keepbusy {verb} {shlex.join(command)}" if can else ""
+
+
+def where_it_ran(diagnosis: Diagnosis) -> AbstractContextManager[None]:
+    """The folder that places in files count from: lines are quoted from there. Of another machine's run, from here."""
+    return chdir(diagnosis.folder) if Path(diagnosis.folder or "?").is_dir() else nullcontext()
+
+
 def rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Commands, shape: Screen | None = None) -> str:
+    with where_it_ran(diagnosis):
+        return _rendered(diagnosis, options, commands, shape or screen())
+
+
+def _rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Commands, shape: Screen) -> str:
     if options.json:
         from keepbusy.report import as_json
 
         return as_json.render(diagnosis)
     from keepbusy.report import terminal, verdict
 
-    shape = shape or screen()
     if options.full:
         return terminal.render_full(
             diagnosis,
@@ -573,26 +595,31 @@ def rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Comman
 def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = None) -> str:
     from keepbusy.report import as_json, terminal
 
-    if json:
-        return as_json.render_comparison(done)
     shape = shape or screen()
-    return terminal.render_comparison(
-        done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal
-    )
+    with where_it_ran(done.after):
+        if json:
+            return as_json.render_comparison(done)
+        return terminal.render_comparison(
+            done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal
+        )
 
 
 def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
     """Whole or not at all. `source`: what the reader knows the run by."""
     from keepbusy.report import page
 
-    write_whole(path, page.render(diagnosis, source))
+    with where_it_ran(diagnosis):
+        drawn = page.render(diagnosis, source)
+    write_whole(path, drawn)
 
 
 def write_comparison(done: Comparison, path: Path, before: str, after: str) -> None:
     """The same of two runs, as the user named them."""
     from keepbusy.report import page
 
-    write_whole(path, page.render_both(done, Path(before).name, Path(after).name))
+    with where_it_ran(done.after):
+        drawn = page.render_both(done, Path(before).name, Path(after).name)
+    write_whole(path, drawn)
 
 
 def check_name(path: Path) -> None:

@@ -20,6 +20,7 @@ from keepbusy.cli import (
     amount,
     check_name,
     expand,
+    fixing,
     flight_dumps,
     matches,
     no_garbage_search,
@@ -29,6 +30,7 @@ from keepbusy.cli import (
     rendered,
     save,
     screen,
+    where_it_ran,
 )
 from keepbusy.timeline import figures, last_run
 from keepbusy.timeline.files import BadInput
@@ -101,7 +103,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         from keepbusy.report import turn_drawing
 
         shape = screen()
-        below.append(turn_drawing.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode))
+        with where_it_ran(diagnosis):
+            below.append(turn_drawing.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode))
     if options.hours and not options.json:
         from keepbusy.report.run_report import of_a_long_run
 
@@ -131,16 +134,14 @@ def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Se
 
 
 def _commands(options: argparse.Namespace, diagnosis: Diagnosis) -> Commands:
-    """What can be done next: a recorded script can be run again, a trace only be looked at."""
+    """What can be done next: what `keepbusy run` recorded can be run again, a trace only be looked at."""
     from keepbusy.report.verdict import Commands
 
     plain = [] if options.plain_step is None else ["--plain-step", figures.option(options.plain_step)]
     files = [str(options.save)] if options.save else [*_folded(options.files), *plain]
-    is_script = len(diagnosis.sources) == 1 and diagnosis.sources[0].endswith(".py")
-    ranks = ["--ranks", str(len(diagnosis.given))] if len(diagnosis.given) > 1 else []
     return Commands(
-        fix_now=shlex.join(["keepbusy", "run", "--fix", *ranks, *diagnosis.sources]) if is_script else "",
-        write_fix=shlex.join(["keepbusy", "fix", *ranks, *diagnosis.sources]) if is_script else "",
+        fix_now=fixing("run --fix", diagnosis),
+        write_fix=fixing("fix", diagnosis),
         page=shlex.join(["keepbusy", "show", *files]),
         full="add --full",
     )

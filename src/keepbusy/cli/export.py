@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import keepbusy
-from keepbusy.cli import check_place, expand, open_timeline, progress
+from keepbusy.cli import check_place, expand, open_timeline, progress, where_it_ran
 from keepbusy.timeline.files import BadInput, replacing
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
         return exports.perfetto(timeline, _explained_if_possible(timeline))
     if kind == "csv":
         return exports.csv_table(timeline)
-    if kind == "sarif":
-        return (exports.sarif(keepbusy.explain(timeline)),)
-    return (as_json.render(keepbusy.explain(timeline)), "\n")
+    diagnosis, render = keepbusy.explain(timeline), exports.sarif if kind == "sarif" else as_json.render
+    with where_it_ran(diagnosis):
+        return (render(diagnosis), "" if kind == "sarif" else "\n")
 
 
 def _explained_if_possible(timeline: Timeline) -> Diagnosis | None:

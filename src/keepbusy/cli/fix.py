@@ -180,6 +180,8 @@ class FixSearch:
         return {} if candidate == self.held or candidate in self._vain else candidate
 
     def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
+        from keepbusy.fix.source.source_edits import where_that_fails
+
         planned, way = attempt
         where = _changed_at(self.held, candidate) or planned.where
         try:
@@ -188,6 +190,8 @@ class FixSearch:
         except BadInput as error:
             told = f"left out: {str(error).rstrip('.')}"
             self._vain.append(candidate)
+            if other := where_that_fails(way):
+                self._left.insert(1, Attempt(planned, other))
         else:
             self.held, self._last = candidate, now
         if way == planned.fix:
@@ -270,7 +274,8 @@ class CandidateRuns:
                     f"this program does not compute the same twice ({again}), so nothing can be proven: "
                     "give it a seed, and no checkpoint to resume from"
                 )
-            raise BadInput(self._unprovable or different)
+            because = f" ({why})" if why and not tolerance else ""
+            raise BadInput(self._unprovable or f"{different.rstrip('.')}{because}")
         was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
         if was - now >= least and not self._is_modelled:

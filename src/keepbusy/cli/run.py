@@ -7,6 +7,7 @@ import atexit
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
@@ -22,6 +23,7 @@ from keepbusy.cli import (
     add_workers,
     check_name,
     check_place,
+    fixing,
     handed_on,
     hint_at_own_options,
     listed,
@@ -318,6 +320,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     ending = Ending(finish, in_handler=False)
     # imported now: the exit handlers of what PyTorch imports, such as logging's, run before the report
     from keepbusy.virtual import virtual_run
+    from keepbusy.virtual.clock.real_time import tell_slow_values
     from keepbusy.virtual.machine import MACHINE
 
     device = "h200" if options.on == "auto" else options.on
@@ -327,9 +330,13 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     alike = options.ranks if options.alike else 1
     asked = virtual_run.Options(device, program.devices(options.gpus), measured, real, clocks, alike)
     timeline = virtual_run.start(asked, program.rank(), left)
+    over = threading.Event()
+    if options.values == "real" and streams.complains_to_terminal and not options.quiet:
+        tell_slow_values(MACHINE.clock.first_thread, streams.complain, over)
     try:
         code = _program(options, streams, timeline)
     finally:
+        over.set()
         MACHINE.end()
     if code < 0:
         ending.by(-code)
@@ -353,6 +360,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:
     """What the run so far says."""
+    timeline = timeline.change_facts(command=_to_run_again(options), folder=_current_folder())
     if options.save:
         save(timeline, None, options.save_at)
     if not timeline.on_device.any() and timeline.facts.run is None:
@@ -371,7 +379,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         return
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
-    text = rendered(diagnosis, options, _commands(options, last_run.keep(timeline)), streams.screen)
+    text = rendered(diagnosis, options, _commands(options, diagnosis, last_run.keep(timeline)), streams.screen)
     if options.before is not None:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
@@ -392,22 +400,34 @@ def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, st
     return told if options.json else f"{report}\n\n{told}"
 
 
-def _commands(options: argparse.Namespace, is_last: bool) -> Commands:
+def _current_folder() -> str:
+    with suppress(OSError):  # somebody may have removed it
+        return str(Path.cwd())
+    return ""
+
+
+def _ranks() -> list[str]:
+    return ["--ranks", str(program.world())] if program.world() > 1 else []
+
+
+def _to_run_again(options: argparse.Namespace) -> tuple[str, ...]:
+    """On such devices, so many ranks; nothing of a program that is in no file."""
+    device = ["--on", options.on] if options.on != "auto" else []
+    script = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    return (*device, *_ranks(), *script) if options.text is None else ()
+
+
+def _commands(options: argparse.Namespace, diagnosis: Diagnosis, is_last: bool) -> Commands:
     """What can be done next. `is_last`: the run was kept, and verbs take it if no file is named."""
     from keepbusy.report.verdict import Commands
 
-    several = ["--ranks", str(program.world())] if program.world() > 1 else []
-    script = [*(["-m"] if options.module else []), options.script, *options.arguments]
-    device = ["--on", options.on] if options.on != "auto" else []
     kept = [str(options.save)] if options.save else []
-    can_show, is_file = bool(kept) or is_last, options.text is None
+    can_show = bool(kept) or is_last
     return Commands(
-        fix_now=""
-        if options.fix or not is_file
-        else shlex.join(["keepbusy", "run", "--fix", *device, *several, *script]),
-        write_fix=shlex.join(["keepbusy", "fix", *device, *several, *script]) if is_file else "",
+        fix_now="" if options.fix else fixing("run --fix", diagnosis),
+        write_fix=fixing("fix", diagnosis),
         page=shlex.join(["keepbusy", "show", *kept]) if can_show else "",
         full=shlex.join(["keepbusy", "explain", *kept, "--full"])
         if can_show
-        else shlex.join(["keepbusy", "run", "--full", *several, *_command(options)]),
+        else shlex.join(["keepbusy", "run", "--full", *_ranks(), *_command(options)]),
     )

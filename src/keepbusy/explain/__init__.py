@@ -56,18 +56,22 @@ def explain(
     timeline: Timeline,
     plain_step: int | None = None,
     what_if: Sequence[str] = (),
-    workers: int = USUAL_WORKERS,
+    workers: int | None = None,
     on_progress: Say | None = None,
     turns: bool = False,
 ) -> Diagnosis:
     """Why the GPU waits. `plain_step`: nanoseconds a step without a profiler; shares and gains refer to it.
 
     `what_if` names causes: the step is predicted with just these fixed. `turns`: what was
-    explained is to be drawn, so the diagnosis holds it as well.
+    explained is to be drawn, so the diagnosis holds it as well. `workers`: how many of a loader a prediction may count
+    on; if None, 8, and no more than there were cores.
 
     A run that was recorded live knows its own plain step. Where that does not fit what was recorded, the recorded
     steps are explained as they are, and a note says so: better than to tell nothing.
     """
+    if workers is None:
+        cores = max((one.cores for one in timeline.facts.loaders), default=0)
+        workers = min(USUAL_WORKERS, cores or USUAL_WORKERS)
     _refuse_nonsense(timeline, plain_step, what_if, workers)
     timeline = without_broken_off(timeline)
     if not len(timeline):
@@ -111,6 +115,8 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
         ranks=tuple(timeline.ranks),
         device=facts.device,
         sources=sources_of(timeline),
+        command=facts.command,
+        folder=facts.folder,
         notes=(*facts.notes, *notes),
         plain_runs=facts.plain_runs,
         run=facts.run,

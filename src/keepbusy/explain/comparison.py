@@ -47,7 +47,8 @@ class CauseChange:
 
 @dataclass(frozen=True)
 class FixOutcome:
-    """A fix of the plan before, and whether it was made: whether the plan after no longer asks for it there."""
+    """A fix of the plan before, and whether it was made: whether the plan after no longer asks for it there, and the
+    step has not become longer. Else it may be that something new stands in its way."""
 
     fix: PlannedFix
     made: bool
@@ -92,7 +93,12 @@ def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence
         if before.ledger.get(place) or after.ledger.get(place)
     }
     causes = _causes(before, after, ledger, noise)
-    plan = tuple(FixOutcome(fix, not _asked_for(fix, before, after)) for fix in before.plan)
+    step = Change(before.plain_step, after.plain_step, noise)
+    is_slower = step.significant and step.difference > 0
+    plan = tuple(
+        FixOutcome(fix, not _asked_for(fix, before, after) and (fix.is_beside_steps or not is_slower))
+        for fix in before.plan
+    )
     run = None
     if before.run is not None and after.run is not None:
         longer = max(before.run.time, after.run.time)
@@ -101,7 +107,7 @@ def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence
     return Comparison(
         before,
         after,
-        Change(before.plain_step, after.plain_step, noise),
+        step,
         ledger,
         causes,
         _predicted(before, {change.cause for change in causes if change.verdict == GONE}),

@@ -343,6 +343,8 @@ class Diagnosis:
     fixed: tuple[str, ...] = ()  # the causes that `--what-if` named
     device: str = ""  # "NVIDIA H200"
     sources: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # what follows `keepbusy run` to run it again
+    folder: str = ""  # where it was begun: places in files count from there
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
     plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
     one_turn: bool = False  # a script without steps: what is said of a step is said of the script

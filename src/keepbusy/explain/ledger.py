@@ -322,6 +322,8 @@ class Story:
             fixed=tuple(what_if),
             device=timeline.facts.device,
             sources=sources_of(timeline),
+            command=timeline.facts.command,
+            folder=timeline.facts.folder,
             notes=tuple(unseen),
             plain_runs=timeline.facts.plain_runs,
             cluster=timeline.facts.cluster,

@@ -52,7 +52,7 @@ from keepbusy.recording.windows import (
 )
 from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import NONE, Timeline
-from keepbusy.timeline.run_facts import DRIFT, SCRIPT, USUAL_WORKERS, CutShort, Part, allocator_settings
+from keepbusy.timeline.run_facts import DRIFT, SCRIPT, CutShort, Part, allocator_settings
 
 FACTS, LIVE, TREE = "facts.json", "live", "tree.json"
 """What a process leaves in its folder, beside what its windows saw; the latter two while somebody looks on."""
@@ -624,7 +624,7 @@ class Session:
             shutil.rmtree(self._run.folder.parent, ignore_errors=True)
         return self._timeline
 
-    def explain(self, what_if: Sequence[str] = (), workers: int = USUAL_WORKERS) -> Any:
+    def explain(self, what_if: Sequence[str] = (), workers: int | None = None) -> Any:
         """A `Diagnosis`: why the GPU waits. `print(keepbusy.render(...))` shows it."""
         import keepbusy
 

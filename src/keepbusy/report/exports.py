@@ -300,8 +300,8 @@ def _blamed(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
         for site in cause.sites:
             if lines := lines_of(site.where):
                 rank = round(100 * min(1.0, site.wait / step), 1) if step else 0.0
-                text = _cost_of(cause, site, step)
-                yield {"ruleId": cause.cause, "level": "warning", "message": {"text": text}, "rank": rank, **lines}
+                text, level = _cost_of(cause, site, step), "warning" if rank else "note"
+                yield {"ruleId": cause.cause, "level": level, "message": {"text": text}, "rank": rank, **lines}
 
 
 def _cost_of(cause: Cause, site: Site, step: int) -> str:

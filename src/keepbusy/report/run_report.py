@@ -266,7 +266,7 @@ def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:
         return ()
     places = ", ".join(words.spot(place, 48) for place in named)
     more = f" and {len(one.where) - len(named)} more" if len(one.where) > len(named) else ""
-    return (" at " if named[0].file else words.leading(places), (f"{places}{more}", PLACE + link_to(named[0])))
+    return (words.leading(places), (f"{places}{more}", PLACE + link_to(named[0])))
 
 
 def named_places(one: PlannedFix) -> list[Where]:
@@ -525,7 +525,7 @@ def _comes_with(stall: RareStall, other: RareStall) -> bool:
 def _stall(stall: RareStall, rank: int) -> str:
     where = where_of(stall)
     source = source_of(where) if where.file else None
-    place = f" at {words.spot(where, 50)}" if where.file else "" if stall.what else ", at an unknown line"
+    place = words.at(where, 50) if where.file else "" if stall.what else ", at an unknown line"
     place += f" ({tame(where.library, 50)})" if where.library else ""
     text = f": {words.cut(source.text, 50)}" if source else ""
     caller = called_at(stall)
@@ -654,7 +654,7 @@ def _with_depth(part: Part, depth: int) -> Iterator[tuple[int, Part]]:
 
 def _first_fix(diagnosis: Diagnosis) -> Text:
     first = diagnosis.plan[0]
-    where = f" at {words.spot(first.where[0], 30)}" if first.where else ""
+    where = words.at(first.where[0], 30) if first.where else ""
     gain = transition(first.predicted.step + first.gain, first.predicted.step)
     return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} per iteration")
 

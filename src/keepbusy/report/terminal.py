@@ -429,7 +429,7 @@ def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
     yield _BLANK
     for one in comparison.plan:
         fix, verdict = one.fix, "made" if one.made else "not made"
-        where = f" at {words.spot(fix.where[0], 48)}" if fix.where else ""
+        where = words.at(fix.where[0], 48) if fix.where else ""
         turn = figures.transition(fix.predicted.step + fix.gain, fix.predicted.step)
         yield line((f"{verdict:9}", _BETTER if one.made else FAINT), (words.fix(fix.fix), STRONG), f"{where}   ", turn)
     if comparison.foretold is not None:

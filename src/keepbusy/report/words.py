@@ -17,7 +17,7 @@ def tame(text: str, limit: int = 0) -> str:
 
 
 def spot(where: Where, limit: int = 60) -> str:
-    """A place, never more exactly than it is known: `train.py:31`, or `about train.py:14 in main`."""
+    """A place, never more exactly than it is known: `train.py:31`, or `near train.py:14 in main`."""
     place = tame(str(where))
     if not where.file:  # `aten::item, after aten::mm`, without the last parts where there is no room for them
         while len(place) > limit and ", " in place:
@@ -26,18 +26,18 @@ def spot(where: Where, limit: int = 60) -> str:
     place = place if len(place) <= limit else f"…{place[len(place) - limit + 1 :]}"
     if where.exact:
         return place
-    return f"about {place}" + (f" in {tame(where.function, 40)}" if where.function else "")
+    return f"near {place}" + (f" in {tame(where.function, 40)}" if where.function else "")
 
 
 def at(where: Where, limit: int = 60) -> str:
-    """The same within a sentence: ` at train.py:31`, ` about train.py:14 in main`."""
+    """The same within a sentence: ` at train.py:31`, ` near train.py:14 in main`."""
     place = spot(where, limit)
     return f"{leading(place)}{place}"
 
 
 def leading(place: str) -> str:
     """What stands between a sentence and a place, which may begin with a word of its own."""
-    return " " if place.startswith(("about ", "in ", "between ", "after ", "before ")) else " at "
+    return " " if place.startswith(("near ", "in ", "between ", "after ", "before ")) else " at "
 
 
 def cut(text: str, limit: int) -> str:
@@ -121,6 +121,7 @@ _FIXES = {
     "pin_memory": "pin the memory",
     "prefetch": "prefetch batches to the GPU",
     "prepare_in_workers": "use more loader workers",
+    "prepare_in_workers without persistent_workers": "use more loader workers, started in each epoch",
     "share_among_workers": "split the data among workers",
     "print_copy": "print a copy on the CPU",
     "read_at_once": "read all values in one call",

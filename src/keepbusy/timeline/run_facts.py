@@ -54,6 +54,8 @@ class RunFacts:
 
     source: str = ""  # the script or the trace, as the user named it
     sources: tuple[str, ...] = ()  # of ranks that came from several files
+    command: tuple[str, ...] = ()  # what follows `keepbusy run` to run it again
+    folder: str = ""  # where it was begun: places in files count from there
     device: str = ""
     pinned_bandwidth: float | None = None  # bytes a nanosecond that the device's link carries from pinned memory
     torch: str = ""

@@ -16,6 +16,7 @@ from statistics import median
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from keepbusy.fix import ASKED, WHILE_IT_RUNS
 from keepbusy.fix.syntax.loop_turns import FOREACH, MARK, MOVED, join_loops, join_moves, mark_last_turns, moved_singly
 from keepbusy.fix.syntax.rewriting import NAME, ReadsAtOnce, rewritten
 from keepbusy.instrument import script
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from keepbusy.fix.live.trial import FixTrial, InferenceTurns, TrialResult
 
 SAFE = ("copies", "late_numbers", "draws", "workers", "foreach", "graph", "syncs", "cache", "garbage")
-ASKED = ("fused", "gradients")
-"""Those that are not done unless they are named: their values differ, within a stated tolerance."""
 _READING = {"copies", "late_numbers", "foreach", "gradients"}
 """Those that know the program's source."""
 _BY_THEMSELVES = ("workers", "gradients")
@@ -39,19 +38,6 @@ _BY_THEMSELVES = ("workers", "gradients")
 NOISE = 0.02
 """Of a turn: who gains less is switched off."""
 _SHOWN = 4
-_MADE_BY = {
-    "copies": {"prefetch", "pin_memory", "keep_on_device", "make_on_device", "copy_beside"},
-    "late_numbers": {"readback", "read_at_once", "drop_sync"},
-    "draws": {"make_on_device", "move_off_the_loop"},
-    "workers": {"prepare_in_workers"},
-    "syncs": {"drop_sync"},
-    "graph": {"graph"},
-    "cache": {"keep_memory"},
-    "garbage": {"move_off_the_loop"},
-    "fused": {"fuse_optimizer"},
-    "gradients": {"accumulate"},
-}
-"""Of each fix that is made while the program runs, the plan's fixes that it stands for."""
 
 
 def chosen(without: Sequence[str] = (), also: Sequence[str] = ()) -> tuple[str, ...]:
@@ -290,7 +276,7 @@ def foretold(plan: Sequence[PlannedFix], *switches: FixSwitch) -> int | None:
 
 
 def _stands_for(switch: FixSwitch, planned: PlannedFix) -> bool:
-    if planned.fix.partition("=")[0] not in _MADE_BY.get(switch.name, ()):
+    if planned.fix.partition("=")[0] not in WHILE_IT_RUNS.get(switch.name, ()):
         return False
     done = {_place(*one) for one in switch.done}
     return switch.name == "workers" or any(_place(where.file, where.line) in done for where in planned.where)

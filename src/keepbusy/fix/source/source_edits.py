@@ -25,6 +25,7 @@ from libcst.metadata import (
     PositionProvider,
 )
 
+from keepbusy.fix import IN_THE_SOURCE
 from keepbusy.fix.syntax.loop_turns import last_turn
 from keepbusy.fix.syntax.rewriting import rewritten
 
@@ -44,6 +45,8 @@ _WRAPS = m.Call(func=m.OneOf(_DDP, m.Attribute(attr=_DDP)))
 _SYNC_SETTINGS = m.OneOf(m.Name("require_backward_grad_sync"), m.Name("no_sync"))
 _COMPARING = {"eq", "ne", "gt", "ge", "lt", "le", "isin", "isclose"}
 _LIFTED_NAME = "train_step"
+_EACH_EPOCH = " without persistent_workers"
+_DRAW_ONCE = "persistent workers draw their seed once, others in each epoch"
 _HOST = {
     *("item", "cpu", "numpy", "tolist", "to", "cuda", "print", "next", "float", "int", "bool", "open", "append", "log"),
 }
@@ -56,11 +59,12 @@ _STEPS = m.Call(
 
 @dataclass(frozen=True)
 class SourceEdit:
-    """How a fix is written, and how far its losses may differ from the program's own; 0: not in a bit."""
+    """How a fix is written, and how far its losses may differ from the program's own; 0: not in a bit. `why`: they may,
+    or do in some programs."""
 
     write: Callable[[MetadataWrapper, frozenset[int]], cst.Module | None]
     tolerance: float = 0.0
-    why: str = ""  # they may differ
+    why: str = ""
 
 
 def edited(source: str, fix: str, lines: Sequence[int]) -> str | None:
@@ -101,15 +105,24 @@ def changed_lines(source: str, changed: str) -> list[int]:
 
 def edit_of(fix: str) -> SourceEdit | None:
     """How a fix of the plan is written, if it can be; `num_workers=8` says itself how many."""
-    name, _, count = fix.partition("=")
-    if name == "num_workers" and count.isdecimal():
-        return SourceEdit(_visiting(_Loaders, num_workers=count, persistent_workers="True"))
-    return EDITS.get(fix)
+    name, _, count = fix.removesuffix(_EACH_EPOCH).partition("=")
+    if name != "num_workers" or not count.isdecimal():
+        return EDITS.get(fix)
+    if fix.endswith(_EACH_EPOCH):
+        return SourceEdit(_visiting(_Loaders, num_workers=count))
+    return SourceEdit(_visiting(_Loaders, num_workers=count, persistent_workers="True"), why=_DRAW_ONCE)
+
+
+def where_that_fails(way: str) -> str:
+    """The name of the edit to try where the results of this one differ; "" for none."""
+    loads = way.partition("=")[0] in ("num_workers", "prepare_in_workers") and not way.endswith(_EACH_EPOCH)
+    return f"{way}{_EACH_EPOCH}" if loads else ""
 
 
 def ways_of(fix: str) -> tuple[str, ...]:
-    """The names of edits that serve a fix of the plan."""
-    return WAYS.get(fix, (fix,))
+    """The names of edits that serve a fix of the plan; of `num_workers=8`, that name."""
+    name = fix.partition("=")[0]
+    return tuple(fix if way == name else way for way in IN_THE_SOURCE.get(name, (fix,)))
 
 
 def _dotted(node: cst.BaseExpression) -> str:
@@ -223,10 +236,13 @@ class _Loaders(_AtLines):
         if not self._is_only_one and name not in self._iterated:
             return updated_node
         workers = _keyword(updated_node, "num_workers")
-        if "num_workers" in self._arguments and (workers is not None or len(updated_node.args) > 5):
-            if workers is None or _text(workers.value) != "0":
+        if "num_workers" in self._arguments and len(updated_node.args) > 5 and workers is None:
+            return updated_node  # it is given by position
+        if "num_workers" in self._arguments and workers is not None:
+            now, meant = _text(workers.value), self._arguments["num_workers"]
+            if not now.isdecimal() or int(now) >= int(meant):
                 return updated_node  # somebody has thought about it
-            count = cst.parse_expression(self._arguments["num_workers"])
+            count = cst.parse_expression(meant)
             updated_node = updated_node.with_deep_changes(workers, value=count)
         for argument, value in self._arguments.items():
             if _keyword(updated_node, argument) is None:
@@ -705,8 +721,9 @@ EDITS: dict[str, SourceEdit] = {
     "prefetch": SourceEdit(_write_prefetch),
     "pin_memory": SourceEdit(_visiting(_Loaders, pin_memory="True")),
     "prepare_in_workers": SourceEdit(
-        _visiting(_Loaders, num_workers="4", pin_memory="True", persistent_workers="True")
+        _visiting(_Loaders, num_workers="4", pin_memory="True", persistent_workers="True"), why=_DRAW_ONCE
     ),
+    f"prepare_in_workers{_EACH_EPOCH}": SourceEdit(_visiting(_Loaders, num_workers="4", pin_memory="True")),
     "keep_memory": SourceEdit(_visiting(_WithoutCall, name="torch.cuda.empty_cache")),
     "drop_sync": SourceEdit(_visiting(_WithoutCall, name="torch.cuda.synchronize")),
     "make_on_device": SourceEdit(_visiting(_MadeThere)),
@@ -720,12 +737,4 @@ EDITS: dict[str, SourceEdit] = {
     "graph": SourceEdit(_write_lifted_step, 1e-4, "Adam and its kin round differently in a graph"),
     "keep_shapes": SourceEdit(_visiting(_MaskedSums), 1e-5, "sums are rounded in another order"),
 }
-"""By the name of the plan's fix. What is not here is advice for a person."""
-WAYS = {
-    "prefetch": ("prefetch", "make_on_device"),
-    "readback": ("readback", "save_later", "keep_shapes"),
-    "read_at_once": ("readback",),
-    "graph": ("graph", "fuse_optimizer"),
-    "compile": ("fuse_optimizer",),
-}
-"""Of a fix of the plan the edits that serve it, where it is not the one of its name."""
+"""By name; see `IN_THE_SOURCE`."""

@@ -227,6 +227,29 @@ class UncountedWork:
         )
 
 
+_LONG, _LOOKS = 10.0, 100
+"""Seconds after which a run is long, and looks in that time."""
+
+
+def tell_slow_values(host: HostThread, say: Callable[[str], object], over: threading.Event) -> None:
+    """Of a long run whose time goes into our own calls, once: what makes it shorter. `host`: of the thread that trains;
+    `over`: set once the program has ended."""
+
+    def look() -> None:
+        ours = 0
+        for _ in range(_LOOKS):
+            if over.wait(_LONG / _LOOKS):
+                return
+            ours += bool(host.pauses)
+        if ours > _LOOKS // 2:
+            say(
+                "most of the time goes into computing on the CPU what the GPU would compute; "
+                "`--values none` skips that, and then values are zeros."
+            )
+
+    UnseenThread(look)
+
+
 # The program's own clocks. With real ones a launch, whose values we compute, seems to take long, and the synchronize
 # after it nothing. Who asks decides: the program and its libraries see virtual time; Python's own modules, PyTorch and
 # we go on with the real one, so timeouts, schedulers and loader workers keep working. What is not a function of `time`
