@@ -213,7 +213,7 @@ def test_fixes_that_were_all_made_lead_where_the_plan_said() -> None:
     assert done.foretold is not None
     assert done.foretold.step == STALLED.plain_step - READ_LATER.gain - FETCH.gain
     text = render_comparison(done)
-    assert "made     read the value later at" in text
+    assert "made     read the value later near" in text
     assert "predicted 31.3 → 10.4 ms per iteration (10.0–10.8); measured 10.4 ms: as predicted\n" in text
     assert "predicted the run 10 → 7.9 µs; measured 8.0 µs\n" in text
 

@@ -49,7 +49,7 @@ def test_it_blames_the_right_line_first(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_has_no_fix_ends_without_commands_that_make_one(name: str) -> None:
     report = (EXAMPLES / f"{name}.out").read_text(encoding="utf-8")
-    assert ("keepbusy fix" in report) == ("What to do" in report)
+    assert "What to do" in report or "keepbusy fix" not in report
 
 
 @pytest.mark.parametrize("name", NAMES)

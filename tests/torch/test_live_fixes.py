@@ -329,13 +329,30 @@ def test_the_report_says_what_was_done_and_what_it_saved(tmp_path: Path) -> None
     assert told.endswith(", alternately")
 
 
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("x = torch.zeros(2, device='cuda')\n", "no fix was made"),
+        (
+            "net = model(); optimizer = sgd(net)\n"
+            "for x, y in DataLoader(Rows(), batch_size=2):\n"
+            "    train(net, x.to('cuda'), y.cuda(), optimizer)\n",
+            "3 iterations are too few; a comparison needs 44 more",
+        ),
+    ],
+)
+def test_why_nothing_was_measured_is_said(source: str, why: str, tmp_path: Path) -> None:
+    told = fixed(fix_programs.HEAD + source, tmp_path / "train.py")[1].told()
+    assert f"saved         not measured: {why}\n" in f"{told}\n"
+
+
 def test_a_program_that_only_infers_has_turns_too(tmp_path: Path) -> None:
     source = fix_programs.HEAD + fix_programs.PROGRAMS["a model that only infers"]
     fixes = fixed(source, tmp_path / "infer.py")[1]
     told = fixes.told()
     assert fixes.trial is not None
     assert 78 <= fixes.trial.turns <= 80, "a read is one turn, whether it is put off or not"
-    assert "too few to compare" not in told
+    assert "not measured" not in told
     assert " per iteration, " in told
 
 

@@ -69,10 +69,10 @@ def explain(
     A run that was recorded live knows its own plain step. Where that does not fit what was recorded, the recorded
     steps are explained as they are, and a note says so: better than to tell nothing.
     """
+    _refuse_nonsense(timeline, plain_step, what_if, USUAL_WORKERS if workers is None else workers)
     if workers is None:
         cores = max((one.cores for one in timeline.facts.loaders), default=0)
         workers = min(USUAL_WORKERS, cores or USUAL_WORKERS)
-    _refuse_nonsense(timeline, plain_step, what_if, workers)
     timeline = without_broken_off(timeline)
     if not len(timeline):
         return _without_turns(timeline)

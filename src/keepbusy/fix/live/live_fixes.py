@@ -256,7 +256,10 @@ class LiveFixes:
         lines = ["keepbusy --fix", ""]
         for one in self.switches:
             lines += [*_about(one), *_beside(one, foretold(plan, one))]
-        lines += ["", *_measured(self.trial.turns, self.result)]
+        if self.result is not None:
+            lines += ["", *_measured(self.result)]
+        else:
+            lines += ["", f"saved         not measured: {self._why_unmeasured(self.trial)}"]
         whole = foretold(plan, *self.switches)
         if self.result is not None and whole:
             came = _came(self.result.saved, _within_noise(self.result))
@@ -264,6 +267,14 @@ class LiveFixes:
         if not any(one.done and not one.off_because for one in self.switches):
             lines += _left_to_the_author(plan, self.switches)
         return "\n".join(lines)
+
+    def _why_unmeasured(self, trial: FixTrial) -> str:
+        if not any(one.done for one in self.switches):
+            return "no fix was made"
+        if not trial.turns:
+            return "no iteration was seen, neither of an optimizer nor of a line that reads a result"
+        more = f"a comparison needs {trial.to_come} more"
+        return f"{trial.turns} iteration{' is' if trial.turns == 1 else 's are'} too few; {more}"
 
 
 def foretold(plan: Sequence[PlannedFix], *switches: FixSwitch) -> int | None:
@@ -296,10 +307,7 @@ def _left_to_the_author(plan: Sequence[PlannedFix], switches: Sequence[FixSwitch
         yield "`keepbusy run` lists the fixes to make by hand"
 
 
-def _measured(turns: int, result: TrialResult | None) -> Iterator[str]:
-    if result is None:
-        yield f"saved         not measured: {turns} iterations are too few to compare"
-        return
+def _measured(result: TrialResult) -> Iterator[str]:
     plain, fixed = round(median(result.plain)), round(median(result.fixed))
     if plain > fixed and _within_noise(result):
         yield f"saved         nothing above the noise: {transition(plain, fixed)} per iteration"

@@ -70,6 +70,11 @@ class FixTrial:
         self._switch, self._judge = switch, judge
         self._first = max(_WARM_UP, self.turns + 1)
 
+    @property
+    def to_come(self) -> int:
+        """Turns that a comparison still needs."""
+        return max(1, self._first + 2 * _ROUNDS * (_BLOCK + _SETTLE) + 1 - self.turns)
+
     def begin_again(self) -> None:
         """The loop has become another: what was measured so far is of no use."""
         self._first = self.turns + _WARM_UP
