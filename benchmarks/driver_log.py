@@ -23,6 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from keepbusy.log import hostlog
 from keepbusy.log.device_commands import device_commands
@@ -367,18 +369,35 @@ def compare(folder: Path) -> str:
     )
     apart = (Counter(logged) - Counter(profiled), Counter(profiled) - Counter(logged))
     more = "" if same != "DIFFERENT" else f" only in the log: {dict(apart[0])}, only in the profile: {dict(apart[1])}"
+    kinds = log.kinds()[(log.begin >= first) & (log.begin <= last)]
+    waits = Counter(kinds[np.isin(kinds, [*WAITS])].tolist())
+    seen = Counter(event["name"] for event in events(folder) if event.get("cat") == "cuda_runtime")
+    missing = {name: seen[WAITS[name]] - waits[name] for name in WAITS if seen[WAITS[name]] > waits[name]}
+    missing.pop("context_sync", None) if missing.get("context_sync", 0) <= 2 else None  # outside of the window
     python = (log.rows["stack"] != 0).mean()
     named = sum(bool(call.name) for call in log.calls.values() if call.kind == "launch")
     launches = sum(call.kind == "launch" for call in log.calls.values())
     return (
         f"{len(logged)} of {len(profiled)}, {same}; {len(log.rows)} rows, {len(log.stacks)} stacks,"
-        f" {python:.0%} with one, {named} of {launches} kernels named{more}"
+        f" {python:.0%} with one, {named} of {launches} kernels named, {waits.total()} waits"
+        f"{f', MISSING {missing}' if missing else ''}{more}"
     )
 
 
+WAITS = {
+    "stream_sync": "cudaStreamSynchronize",
+    "event_sync": "cudaEventSynchronize",
+    "context_sync": "cudaDeviceSynchronize",
+}
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return found
+
+
 def device_events(folder: Path) -> list[dict[str, Any]]:
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return [event for event in events(folder) if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
 def complete(out: Path) -> None:

@@ -114,6 +114,13 @@ def test_each_call_is_a_row(logged, client: str) -> None:
     assert (log.took >= 0).all()
 
 
+def test_a_wait_for_all_is_a_row_in_both_forms_that_the_driver_has(logged) -> None:
+    """CUDA 13 names the context, and PyTorch's `synchronize` comes as that one."""
+    log = logged("assert load().client_wait_for_all() == 0\n")
+    assert [*log.kinds()] == ["context_sync", "context_sync"]
+    assert [*log.rows["flags"]] == [0, 0]
+
+
 def test_rows_have_the_time_of_pythons_clock(logged, tmp_path: Path) -> None:
     log = logged(
         """

@@ -720,6 +720,8 @@ BOTH(cuEventRecordWithFlags, "", 11010, (void *e, stream_t s, u32 f), (e, s, f),
 ONE(cuEventSynchronize, "", 2000, (void *e), (e), HOST_ROW(event_sync, e))
 ONE(cuEventQuery, "", 2000, (void *e), (e), HOST_ROW(event_query, e))
 ONE(cuCtxSynchronize, "", 2000, (void), (), HOST_ROW(context_sync, 0))
+WRAP_AS(cuCtxSynchronize_v2, false, (void *context), (context), HOST_ROW(context_sync, 0))
+ENTRY(cuCtxSynchronize_v2, "cuCtxSynchronize_v2", "cuCtxSynchronize", 13000, false)
 ONE(cuStreamCreate, "", 2000, (stream_t *s, u32 f), (s, f), if (!r) ROW(stream_create, 0, *s))
 ONE(cuStreamCreateWithPriority, "", 5050, (stream_t *s, u32 f, int priority), (s, f, priority),
      if (!r) ROW(stream_create, (int64_t)priority, *s))
@@ -833,9 +835,6 @@ ONE(ncclCommSplit, "", 0, (void *comm, int color, int key, void **made, void *c)
      COMMUNICATOR(*made, "of", (uintptr_t)comm, color, key))
 
 /* ---- which function stands for which ----------------------------------------------------------------------------- */
-
-static const struct function other_sync = {"cuCtxSynchronize_v2", "cuCtxSynchronize", 13000, false, NULL, NULL};
-LISTED(other_sync)
 
 #define FOR_FUNCTIONS(f)                                                                                               \
     for (const struct function *const *at_ = __start_functions, *f; at_ < __stop_functions && (f = *at_); at_++)

@@ -46,6 +46,11 @@ int client_graph(void)
     void *stream, *graph, *exec;
     return create(&stream, 1, -2) | begin_(stream, 0) | client_launch(64, 3, (uint64_t)stream) | end_(stream, &graph) | instantiate(&exec, graph, 0) | replay(exec, stream);
 }
+int client_wait_for_all(void)
+{
+    int (*all)(void) = NULL, (*all_of)(void *) = NULL;
+    return get("cuCtxSynchronize", (void **)&all, 12080, 0, NULL) | all() | get("cuCtxSynchronize", (void **)&all_of, 13000, 0, NULL) | all_of((void *)88);
+}
 int client_unload(void) { return unload(NULL); }
 int client_context(uint64_t c) { return set_current((void *)c); }
 int client_reduce(uint64_t count)

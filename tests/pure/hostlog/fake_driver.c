@@ -17,6 +17,8 @@ int cuLaunchKernel_ptsz(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned
 { __atomic_fetch_add(&asked[1], 1, __ATOMIC_RELAXED); return cuLaunchKernel(f, gx, gy, gz, bx, by, bz, sh, s, p, e); }
 int cuMemcpyHtoDAsync_v2(uint64_t d, const void *h, size_t n, void *s) { (void)d; (void)h; (void)n; (void)s; return 0; }
 int cuMemcpyDtoH_v2(void *h, uint64_t d, size_t n) { (void)d; (void)h; (void)n; return 0; }
+int cuCtxSynchronize(void) { return 0; }
+int cuCtxSynchronize_v2(void *c) { return c != (void *)88; } /* since 13.0 */
 int cuStreamSynchronize(void *s) { (void)s; return 0; }
 int cuEventRecord(void *e, void *s) { (void)e; (void)s; return 0; }
 int cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)e; (void)s; (void)f; return 0; }
@@ -39,7 +41,7 @@ int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t fl
     IS("cuEventRecord", cuEventRecord); IS("cuStreamWaitEvent", cuStreamWaitEvent); IS("cuCtxSetCurrent", cuCtxSetCurrent);
     IS("cuStreamCreateWithPriority", cuStreamCreateWithPriority); IS("cuStreamBeginCapture", cuStreamBeginCapture_v2);
     IS("cuStreamEndCapture", cuStreamEndCapture); IS("cuGraphInstantiate", cuGraphInstantiateWithFlags); IS("cuGraphLaunch", cuGraphLaunch);
-    IS("cuModuleUnload", cuModuleUnload);
+    IS("cuModuleUnload", cuModuleUnload); IS("cuCtxSynchronize", (version >= 13000 ? (void *)cuCtxSynchronize_v2 : (void *)cuCtxSynchronize));
     if (!strcmp(name, "cuGetProcAddress")) *found = version >= 12000 ? (void *)cuGetProcAddress_v2 : (void *)cuGetProcAddress;
     return *found ? 0 : 500;
 }
