@@ -1,0 +1,189 @@
+"""How long commands take on the GPU: learned in one window of PyTorch's profiler, for all of the run.
+
+The profiler's events and the log's rows are the same commands in the same order. A kernel that is launched with the
+same grid takes about as long each time, and a copy of as many bytes, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepbusy.log.device_commands import device_commands
+from keepbusy.log.log_file import CallFlag, DriverLog
+
+Key = tuple[int, int, int]
+"""What commands that take equally long have in common: the call, with its grid; of a copy also bytes and pageable."""
+_KINDS = {"kernel": "launch", "gpu_memset": "set_memory", "gpu_memcpy": "copy"}
+_QUEUED = 20_000
+"""Nanoseconds before the end of the command before it: who is launched so early begins as soon as the GPU can."""
+
+
+class DeviceEvent(NamedTuple):
+    """A command as the profiler saw it, in nanoseconds of its clock."""
+
+    kind: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    stream: int
+    issued: float  # when the call began that issued it; NaN if the profiler has not seen that
+    start: float
+    duration: float
+
+
+def device_events(trace: Iterable[dict[str, Any]]) -> list[DeviceEvent]:
+    """Of the events of a Chrome trace, in issue order."""
+    issued, found = dict[int, float](), list[tuple[int, DeviceEvent]]()
+    for event in trace:
+        correlation = event.get("args", {}).get("correlation")
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and correlation is not None:
+            issued[correlation] = 1e3 * event["ts"]
+        elif event.get("cat") in _KINDS:
+            args, start = event["args"], 1e3 * event["ts"]
+            shape = tuple(args.get("grid", ())), tuple(args.get("block", ()))
+            seen = DeviceEvent(_KINDS[event["cat"]], *shape, args["stream"], np.nan, start, 1e3 * event["dur"])
+            found.append((correlation, seen))
+    found.sort(key=lambda one: (one[0], one[1].start))
+    return [event._replace(issued=issued.get(correlation, np.nan)) for correlation, event in found]
+
+
+@dataclass
+class KernelTimes:
+    """Times in nanoseconds."""
+
+    durations: dict[Key, float] = field(default_factory=dict)
+    by_function: dict[int, float] = field(default_factory=dict)
+    """Of a kernel, whatever its grid."""
+    copies: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of copies of a kind: what each takes, and what a byte adds."""
+    usual: float = 3_000.0
+    """Of a kernel that the window did not have."""
+    launch: float = 5_000.0
+    """From a call to its command, on a GPU that is idle."""
+    gap: float = 1_000.0
+    """Between two commands of a stream, the later of which was issued in time."""
+    gap_in_graph: float = 100.0
+    back: float = 5_000.0
+    """From the end of the last command to the return of a call that waits for it."""
+
+    def of(self, log: DriverLog, described: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Of each command, by the row that describes it; and whether the window had one like it."""
+        keys, which = _keys(log, described)
+        known = np.array([key in self.durations for key in keys], bool)
+        durations = np.array([self._of_key(log, key) for key in keys], float)
+        return durations[which], known[which]
+
+    def _of_key(self, log: DriverLog, key: Key) -> float:
+        call = log.calls[key[0]]
+        if key in self.durations:
+            return self.durations[key]
+        if call.kind == "launch":
+            return self.by_function.get(call.function, self.usual)
+        each, byte = self.copies.get(call.kind, (1_500.0, 0.05))
+        return each + byte * key[1]
+
+
+def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) -> KernelTimes:
+    """From what was issued between these two moments, and the profiler's events of it."""
+    issuers, described = device_commands(log)
+    inside = (log.begin[issuers] >= first) & (log.begin[issuers] <= last)
+    issuers, described = issuers[inside], described[inside]
+    matched = _matched(log, described, events)
+    keys, which = _keys(log, described)
+    seen = defaultdict[Key, list[float]](list)
+    for at, event in matched:
+        seen[keys[which[at]]].append(event.duration)
+    times = KernelTimes({key: float(np.median(durations)) for key, durations in seen.items()})
+    by_function = defaultdict[int, list[float]](list)
+    by_kind = defaultdict[str, list[tuple[int, float]]](list)
+    for key, duration in times.durations.items():
+        call = log.calls[key[0]]
+        if call.kind == "launch":
+            by_function[call.function].append(duration)
+        else:
+            by_kind[call.kind].append((key[1], duration))
+    times.by_function = {function: float(np.median(durations)) for function, durations in by_function.items()}
+    times.usual = float(np.median([*times.by_function.values()])) if by_function else times.usual
+    times.copies = {kind: _line(points) for kind, points in by_kind.items()}
+    _learn_delays(times, log, issuers, matched)
+    return times
+
+
+def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[np.intp]]:
+    """The different ones, and of each command which it has."""
+    rows = log.rows[described]
+    is_launch = log.kinds()[described] == "launch"
+    pageable = (rows["flags"] & CallFlag.PAGEABLE).astype(np.int64)
+    sizes = np.where(is_launch, 0, rows["value"].astype(np.int64))
+    table = np.stack([rows["call"].astype(np.int64), sizes, pageable], axis=1)
+    keys, which = np.unique(table, axis=0, return_inverse=True)
+    return [(int(call), int(size), int(flag)) for call, size, flag in keys], which.reshape(-1)
+
+
+def _matched(
+    log: DriverLog, described: NDArray[Any], events: Sequence[DeviceEvent]
+) -> list[tuple[int, DeviceEvent]]:
+    """Each command, by its place among those described, with its event. Where the orders differ, only commands of a
+    shape that both have equally often."""
+    by_shape = defaultdict[Any, list[int]](list)
+    for at, number in enumerate(log.rows["call"][described].tolist()):
+        call = log.calls[number]
+        by_shape[call.kind if call.kind in ("launch", "set_memory") else "copy", call.grid, call.block].append(at)
+    seen = defaultdict[Any, list[DeviceEvent]](list)
+    for event in events:
+        seen[event.kind, event.grid, event.block].append(event)
+    equal = [shape for shape, places in by_shape.items() if len(places) == len(seen[shape])]
+    return sorted(
+        ((at, event) for shape in equal for at, event in zip(by_shape[shape], seen[shape], strict=True)),
+        key=lambda one: one[0],
+    )
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """What a copy takes, and what a byte adds, by its sizes in the window."""
+    sizes, durations = (np.array(column, float) for column in zip(*points, strict=True))
+    if len(set(sizes)) < 2:
+        return float(durations.min()), 0.0 if sizes.max() < 1 << 16 else float(durations.min() / sizes.max())
+    byte = max(0.0, float(np.polyfit(sizes, durations, 1)[0]))
+    return max(500.0, float(np.median(durations - byte * sizes))), byte
+
+
+def _learn_delays(
+    times: KernelTimes, log: DriverLog, issuers: NDArray[Any], matched: Sequence[tuple[int, DeviceEvent]]
+) -> None:
+    """Those between calls and commands, and from command to command. Calls have both clocks."""
+    latencies, gaps, gaps_in_graph, ends = list[float](), list[float](), list[float](), dict[int, float]()
+    issued_by = dict[int, int]()
+    offsets = [log.begin[issuers[at]] - event.issued for at, event in matched if event.issued == event.issued]
+    for at, event in matched:
+        issuer, free = int(issuers[at]), ends.get(event.stream, -np.inf)
+        if issued_by.get(event.stream) == issuer:
+            gaps_in_graph.append(event.start - free)
+        elif free < event.issued:
+            latencies.append(event.start - event.issued)
+        elif event.issued < free - _QUEUED:
+            gaps.append(event.start - free)
+        ends[event.stream], issued_by[event.stream] = event.start + event.duration, issuer
+    if latencies:
+        times.launch = float(np.percentile(latencies, 10))  # the profiler makes most of them longer
+    if gaps:
+        times.gap = max(0.0, float(np.median(gaps)))
+    if gaps_in_graph:
+        times.gap_in_graph = max(0.0, float(np.median(gaps_in_graph)))
+    if offsets and matched:
+        _learn_return(times, log, [event for _, event in matched], float(np.median(offsets)))
+
+
+def _learn_return(times: KernelTimes, log: DriverLog, events: Sequence[DeviceEvent], offset: float) -> None:
+    ended = np.sort([event.start + event.duration + offset for event in events])
+    waits = np.flatnonzero(np.isin(log.kinds(), ("stream_sync", "context_sync")))
+    begin, end = log.begin[waits], log.begin[waits] + log.took[waits]
+    last = np.searchsorted(ended, end) - 1
+    is_late = (last >= 0) & (ended[np.maximum(last, 0)] > begin) & (end < ended[-1] + 1e6)
+    if is_late.any():
+        times.back = float(np.median(end[is_late] - ended[last[is_late]]))

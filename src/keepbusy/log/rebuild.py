@@ -1,0 +1,165 @@
+"""The GPU's part of a run, rebuilt from the log: when each command ran, and when each wait ought to have ended.
+
+The host's part is known. A command begins once it has arrived and the one before it in its stream has ended, and takes
+as long as its like in the profiler's window. What the clock of the GPU changes about that is learned from the waits:
+each is predicted from those before it, and then the timeline is made to end where it really ended.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepbusy.log.device_commands import device_commands
+from keepbusy.log.kernel_times import KernelTimes
+from keepbusy.log.log_file import CallFlag, DriverLog
+
+SYNCS = ("stream_sync", "event_sync", "context_sync")
+_FASTEST, _SLOWEST = 0.5, 3.0
+"""Bounds of the clock's factor."""
+_TRUST = 0.5
+"""How far one wait moves the factor."""
+_LONG = 50_000
+"""Nanoseconds of work of which a wait tells the clock."""
+
+
+@dataclass(frozen=True)
+class RebuiltWait:
+    """A call that waits for the GPU. Times in nanoseconds of the log's clock."""
+
+    row: int
+    begin: int
+    ended: int
+    """When it really did."""
+    predicted: float
+    """From what was known before it."""
+
+
+@dataclass
+class RebuiltRun:
+    """Each command of the GPU with its time, in issue order."""
+
+    issuers: NDArray[Any]
+    described: NDArray[Any]
+    begin: NDArray[np.float64]
+    end: NDArray[np.float64]
+    known: float
+    """The share of commands whose like the window had."""
+    waits: list[RebuiltWait] = field(default_factory=list)
+
+    def errors(self, least: int = _LONG) -> NDArray[np.float64]:
+        """Of each wait of so many nanoseconds, real or predicted: by what share of it the prediction was wrong."""
+        long = [
+            (abs(one.predicted - one.ended), max(one.ended, one.predicted) - one.begin)
+            for one in self.waits
+            if max(one.ended, one.predicted) - one.begin >= least
+        ]
+        return np.array([error / length for error, length in long], float)
+
+
+def rebuild(log: DriverLog, times: KernelTimes) -> RebuiltRun:
+    """In one pass through the rows."""
+    issuers, described = device_commands(log)
+    durations, known = times.of(log, described)
+    run = RebuiltRun(issuers, described, np.zeros(len(issuers)), np.zeros(len(issuers)), float(known.mean()) if len(known) else 0.0)
+    return _Rebuilding(log, times, run, durations).done()
+
+
+class _Stream:
+    """Where it stands: until when it is busy, since when without a pause, and with which commands."""
+
+    def __init__(self) -> None:
+        self.busy_until = self.busy_since = 0.0
+        self.commands: list[int] = []
+
+
+class _Rebuilding:
+    def __init__(self, log: DriverLog, times: KernelTimes, run: RebuiltRun, durations: NDArray[np.float64]) -> None:
+        self._log, self._times, self._run = log, times, run
+        self._durations, self._kinds = durations.tolist(), log.kinds().tolist()
+        self._is_kernel = [self._kinds[row] == "launch" for row in run.described.tolist()]
+        self._streams = defaultdict[int, _Stream](_Stream)
+        self._events = dict[int, float]()
+        self._factor = 1.0
+        self._calls = defaultdict[str, list[int]](list)
+        """Of each kind of wait: what calls took that found the GPU done."""
+
+    def done(self) -> RebuiltRun:
+        log, run = self._log, self._run
+        first_of = np.searchsorted(run.issuers, np.arange(len(log.rows) + 1)).tolist()
+        streams, values = log.rows["stream"].tolist(), log.rows["value"].tolist()
+        flags, begins = log.rows["flags"].tolist(), log.begin.tolist()
+        for row, kind in enumerate(self._kinds):
+            if flags[row] & (CallFlag.CAPTURED | CallFlag.FAILED):
+                continue
+            stream = streams[row]
+            if first_of[row] < first_of[row + 1]:
+                self._issue(self._streams[stream], range(first_of[row], first_of[row + 1]), begins[row])
+                if kind in ("copy_to_host", "copy") and flags[row] & (CallFlag.PAGEABLE | CallFlag.BLOCKING):
+                    self._wait(row, [stream], self._streams[stream].busy_until)
+            elif kind == "event_record":
+                self._events[values[row]] = self._streams[stream].busy_until
+            elif kind == "event_wait":
+                self._hold(self._streams[stream], self._events.get(values[row], 0.0))
+            elif kind == "event_sync":
+                self._wait(row, [], self._events.get(values[row], 0.0))
+            elif kind == "stream_sync":
+                self._wait(row, [stream], self._streams[stream].busy_until)
+            elif kind == "context_sync":
+                self._wait(row, [*self._streams], max((one.busy_until for one in self._streams.values()), default=0.0))
+        return run
+
+    def _issue(self, stream: _Stream, commands: range, begin: int) -> None:
+        arrived, gap = begin + self._times.launch, self._times.gap
+        for number in commands:
+            start = stream.busy_until + gap
+            if arrived > start:
+                start = stream.busy_since = arrived
+                stream.commands.clear()
+            duration = self._durations[number] * (self._factor if self._is_kernel[number] else 1.0)
+            stream.busy_until = start + duration
+            stream.commands.append(number)
+            self._run.begin[number], self._run.end[number] = start, start + duration
+            gap = self._times.gap_in_graph
+
+    @staticmethod
+    def _hold(stream: _Stream, until: float) -> None:
+        """For an event of another stream."""
+        if until > stream.busy_until:
+            stream.busy_until = stream.busy_since = until
+            stream.commands.clear()
+
+    def _wait(self, row: int, streams: list[int], done: float) -> None:
+        kind, begin, took = self._kinds[row], int(self._log.begin[row]), int(self._log.took[row])
+        calls = self._calls[kind]
+        own = float(np.median(calls[-15:])) if calls else self._times.back
+        is_late = done > begin
+        predicted = max(done + self._times.back, begin + own) if is_late else begin + own
+        self._run.waits.append(RebuiltWait(row, begin, begin + took, predicted))
+        if not is_late:
+            calls.append(took)
+            return
+        really = max(float(begin), begin + took - self._times.back)
+        for number in streams:
+            stream = self._streams[number]
+            if stream.busy_until == done:
+                self._close(stream, really)
+
+    def _close(self, stream: _Stream, really: float) -> None:
+        """What the stream has done without a pause ended then, and not when it was predicted to."""
+        expected, came = stream.busy_until - stream.busy_since, really - stream.busy_since
+        if came <= 0 or not stream.commands:
+            return
+        ratio = came / expected
+        if expected > _LONG and _FASTEST < ratio < _SLOWEST:
+            self._factor = min(_SLOWEST, max(_FASTEST, self._factor * ratio**_TRUST))
+        numbers = np.array(stream.commands)
+        for times in (self._run.begin, self._run.end):
+            times[numbers] = stream.busy_since + (times[numbers] - stream.busy_since) * ratio
+        stream.busy_until = really
+        stream.commands.clear()
+        stream.busy_since = really
