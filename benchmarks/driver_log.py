@@ -1,6 +1,7 @@
 """The log of driver calls against the profiler, command by command, and what it costs a step.
 
     python benchmarks/driver_log.py complete OUT      # each program in a process of its own; logs and traces go to OUT
+    python benchmarks/driver_log.py rebuild OUT       # from these, anywhere: the GPU's timeline held against real waits
     python benchmarks/driver_log.py cost mlp          # blocks of steps, with and without the log, in turns
     torchrun --nproc-per-node 2 benchmarks/driver_log.py one ddp OUT
 
@@ -28,7 +29,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from keepbusy.log import hostlog
 from keepbusy.log.device_commands import device_commands
+from keepbusy.log.kernel_times import device_events as seen_on_device
+from keepbusy.log.kernel_times import learn
 from keepbusy.log.log_file import read_log
+from keepbusy.log.rebuild import LONG, rebuild
 
 Step = Callable[[], object]
 
@@ -302,6 +306,21 @@ def ddp() -> Step:
     return step
 
 
+def late_rank() -> Step:
+    """Rank 1 computes more than rank 0, which waits for it."""
+    import torch
+
+    together, more = ddp(), torch.randn(4096, 4096, device=f"cuda:{os.environ['LOCAL_RANK']}")
+
+    def step() -> None:
+        for _ in range(4 * int(os.environ["RANK"])):
+            more @ more
+        together()
+
+    return step
+
+
+RANKS = {"ddp": ddp, "late_rank": late_rank}
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -319,7 +338,7 @@ def one(name: str, out: Path) -> None:
     assert not (why := hostlog.start(folder)), why
     import torch
 
-    step = ddp() if name == "ddp" else PROGRAMS[name]()
+    step = (PROGRAMS | RANKS)[name]()
     for _ in range(20):
         step()
     torch.cuda.synchronize()
@@ -340,7 +359,7 @@ def one(name: str, out: Path) -> None:
     profiler.export_chrome_trace(str(folder / "trace.json"))
     (folder / "window.json").write_text(json.dumps({"window": window, "steps": stamps}))
     print(name + rank, compare(folder), ended or "", flush=True)
-    if name == "ddp":
+    if name in RANKS:
         torch.distributed.destroy_process_group()
 
 
@@ -403,7 +422,27 @@ def device_events(folder: Path) -> list[dict[str, Any]]:
 def complete(out: Path) -> None:
     """One after the other: programs beside each other make the GPU's times longer."""
     for name in PROGRAMS:
-        subprocess.run([sys.executable, __file__, "one", name, str(out)])
+        subprocess.run([sys.executable, __file__, "one", name, str(out)], check=True)
+
+
+def closure(folder: Path) -> str:
+    """How the GPU's timeline, rebuilt from the log and the one window, ends at the waits after the window."""
+    log, said = read_log(folder), json.loads((folder / "window.json").read_text())
+    run = rebuild(log, learn(log, *said["window"], seen_on_device(events(folder))))
+    run.waits = [wait for wait in run.waits if wait.begin > said["steps"][0]]
+    real = np.array([wait.ended for wait in run.waits], float)
+    wrong = np.abs(np.array([wait.predicted for wait in run.waits]) - real)
+    since = np.diff(real, prepend=said["steps"][0])
+    long = run.errors()
+    text = (
+        f"{len(long)} of {LONG // 1000} µs or more, wrong by {np.median(long):.1%} of each"
+        if len(long)
+        else "none long"
+    )
+    return (
+        f"{run.known:.1%} of commands known; {len(real)} waits, predicted within {np.median(wrong) / 1e3:.1f} µs, "
+        f"{np.median(wrong / since):.2%} of the time since the wait before; {text} (medians)"
+    )
 
 
 def timed(name: str, blocks: int = 300) -> None:
@@ -450,12 +489,16 @@ def timed(name: str, blocks: int = 300) -> None:
 
 
 if __name__ == "__main__":
-    build()
+    if "rebuild" not in sys.argv:
+        build()
     match sys.argv[1:]:
         case ["one", name, out]:
             one(name, Path(out))
         case ["complete", out]:
             complete(Path(out))
+        case ["rebuild", out]:
+            for folder in sorted(Path(out).iterdir()):
+                print(f"{folder.name}: {closure(folder)}")
         case ["cost", name]:
             timed(name)
         case _:

@@ -125,9 +125,7 @@ def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[n
     return [(int(call), int(size), int(flag)) for call, size, flag in keys], which.reshape(-1)
 
 
-def _matched(
-    log: DriverLog, described: NDArray[Any], events: Sequence[DeviceEvent]
-) -> list[tuple[int, DeviceEvent]]:
+def _matched(log: DriverLog, described: NDArray[Any], events: Sequence[DeviceEvent]) -> list[tuple[int, DeviceEvent]]:
     """Each command, by its place among those described, with its event. Where the orders differ, only commands of a
     shape that both have equally often."""
     by_shape = defaultdict[Any, list[int]](list)

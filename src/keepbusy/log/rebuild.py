@@ -21,9 +21,9 @@ from keepbusy.log.log_file import CallFlag, DriverLog
 SYNCS = ("stream_sync", "event_sync", "context_sync")
 _FASTEST, _SLOWEST = 0.5, 3.0
 """Bounds of the clock's factor."""
-_TRUST = 0.5
-"""How far one wait moves the factor."""
-_LONG = 50_000
+_TRUSTED = 1_000_000
+"""Nanoseconds of work after which a wait tells as much about the clock as all those before it."""
+LONG = 50_000
 """Nanoseconds of work of which a wait tells the clock."""
 
 
@@ -51,7 +51,7 @@ class RebuiltRun:
     """The share of commands whose like the window had."""
     waits: list[RebuiltWait] = field(default_factory=list)
 
-    def errors(self, least: int = _LONG) -> NDArray[np.float64]:
+    def errors(self, least: int = LONG) -> NDArray[np.float64]:
         """Of each wait of so many nanoseconds, real or predicted: by what share of it the prediction was wrong."""
         long = [
             (abs(one.predicted - one.ended), max(one.ended, one.predicted) - one.begin)
@@ -65,7 +65,8 @@ def rebuild(log: DriverLog, times: KernelTimes) -> RebuiltRun:
     """In one pass through the rows."""
     issuers, described = device_commands(log)
     durations, known = times.of(log, described)
-    run = RebuiltRun(issuers, described, np.zeros(len(issuers)), np.zeros(len(issuers)), float(known.mean()) if len(known) else 0.0)
+    begin, end = np.zeros(len(issuers)), np.zeros(len(issuers))
+    run = RebuiltRun(issuers, described, begin, end, float(known.mean()) if len(known) else 0.0)
     return _Rebuilding(log, times, run, durations).done()
 
 
@@ -85,8 +86,9 @@ class _Rebuilding:
         self._streams = defaultdict[int, _Stream](_Stream)
         self._events = dict[int, float]()
         self._factor = 1.0
-        self._calls = defaultdict[str, list[int]](list)
-        """Of each kind of wait: what calls took that found the GPU done."""
+        self._stacks = log.rows["stack"].tolist()
+        self._calls = defaultdict[tuple[str, int], list[int]](list)
+        """Of each kind of wait, by the stack it comes from: what calls took that found the GPU done."""
 
     def done(self) -> RebuiltRun:
         log, run = self._log, self._run
@@ -135,7 +137,7 @@ class _Rebuilding:
 
     def _wait(self, row: int, streams: list[int], done: float) -> None:
         kind, begin, took = self._kinds[row], int(self._log.begin[row]), int(self._log.took[row])
-        calls = self._calls[kind]
+        calls = self._calls[kind, self._stacks[row]]
         own = float(np.median(calls[-15:])) if calls else self._times.back
         is_late = done > begin
         predicted = max(done + self._times.back, begin + own) if is_late else begin + own
@@ -155,11 +157,15 @@ class _Rebuilding:
         if came <= 0 or not stream.commands:
             return
         ratio = came / expected
-        if expected > _LONG and _FASTEST < ratio < _SLOWEST:
-            self._factor = min(_SLOWEST, max(_FASTEST, self._factor * ratio**_TRUST))
+        if expected > LONG and _FASTEST < ratio < _SLOWEST:
+            trust = expected / (expected + _TRUSTED)
+            self._factor = min(_SLOWEST, max(_FASTEST, self._factor * ratio**trust))
         numbers = np.array(stream.commands)
-        for times in (self._run.begin, self._run.end):
-            times[numbers] = stream.busy_since + (times[numbers] - stream.busy_since) * ratio
+        begin, end = (
+            stream.busy_since + (one[numbers] - stream.busy_since) * ratio for one in (self._run.begin, self._run.end)
+        )
+        self._run.begin[numbers] = begin = np.maximum(begin, self._log.begin[self._run.issuers[numbers]])
+        self._run.end[numbers] = np.maximum(begin, end)
         stream.busy_until = really
         stream.commands.clear()
         stream.busy_since = really

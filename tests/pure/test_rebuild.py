@@ -1,0 +1,232 @@
+"""The GPU's timeline, rebuilt from a log and one window of the profiler: logs written by hand, and a real one."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, device_events, learn
+from keepbusy.log.log_file import ROW, CallFlag, DriverCall, DriverLog, read_log
+from keepbusy.log.rebuild import RebuiltRun, rebuild
+
+RECORDED = Path(__file__).with_name("driver_logs")
+US = 1_000
+LAUNCH, GAP, BACK = 5 * US, 1 * US, 3 * US
+SMALL, LARGE = ("launch", 1), ("launch", 64)
+
+
+@dataclass
+class HandwrittenLog:
+    """Calls one after the other; times in microseconds."""
+
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    calls: dict[Any, int] = field(default_factory=dict)
+    now: float = 0.0
+
+    def call(
+        self, kind: str, grid: int = 0, *, took: float = 1, stream: int = 0, value: int = 0, flags: int = 0
+    ) -> None:
+        number = self.calls.setdefault((kind, grid), len(self.calls) + 1)
+        begin = round(self.now * US)
+        self.rows.append((begin + 1, value, round(took * US), number, 0, stream, 0, flags))
+        self.now += took
+
+    def log(self) -> DriverLog:
+        rows = np.array(self.rows, ROW)
+        calls = {
+            number: DriverCall(kind, 7, grid=(grid, 1, 1), block=(32, 1, 1)) if kind == "launch" else DriverCall(kind)
+            for (kind, grid), number in self.calls.items()
+        }
+        return DriverLog(rows, rows["begin"].astype(np.int64) - 1, rows["took"].astype(np.int64), calls)
+
+
+def times(log: DriverLog, small: float, large: float = 0.0) -> KernelTimes:
+    """What a window would have taught."""
+    known = {1: small, 64: large}
+    durations = {
+        (number, 0, 0): known[call.grid[0]] * US for number, call in log.calls.items() if call.kind == "launch"
+    }
+    return KernelTimes(durations, launch=LAUNCH, gap=GAP, gap_in_graph=0.0, back=BACK)
+
+
+def rebuilt(written: HandwrittenLog, small: float, large: float = 0.0) -> RebuiltRun:
+    log = written.log()
+    return rebuild(log, times(log, small, large))
+
+
+def test_an_idle_gpu_begins_when_a_launch_arrives_and_a_busy_one_after_what_it_does() -> None:
+    written = HandwrittenLog()
+    for grid in (1, 64, 1):
+        written.call("launch", grid, took=10)
+    run = rebuilt(written, 2, 50)
+    assert [*run.begin] == [LAUNCH, 10 * US + LAUNCH, 10 * US + LAUNCH + 50 * US + GAP]
+    assert [*(run.end - run.begin)] == [2 * US, 50 * US, 2 * US]
+    assert run.known == 1
+
+
+def test_a_wait_ends_once_the_last_command_has() -> None:
+    written = HandwrittenLog()
+    written.call("launch", 64)
+    written.call("launch", 1, stream=1)
+    written.call("stream_sync", stream=1)
+    written.call("context_sync", took=60)
+    one, all_of_it = rebuilt(written, 2, 50).waits
+    assert one.predicted == 1 * US + LAUNCH + 2 * US + BACK
+    assert all_of_it.predicted == LAUNCH + 50 * US + BACK
+
+
+def test_a_stream_waits_for_the_event_of_another_and_the_host_does_too() -> None:
+    written = HandwrittenLog()
+    written.call("launch", 64)
+    written.call("event_record", value=500)
+    written.call("event_wait", value=500, stream=1)
+    written.call("launch", 1, stream=1)
+    written.call("event_sync", value=500, took=60)
+    run = rebuilt(written, 2, 50)
+    assert run.begin[1] == run.end[0] + GAP
+    assert run.waits[0].predicted == run.end[0] + BACK
+
+
+def test_commands_of_a_graph_run_where_it_is_launched_and_not_where_it_was_captured() -> None:
+    written = HandwrittenLog()
+    written.call("capture_begin", stream=1)
+    written.call("launch", 1, stream=1, flags=CallFlag.CAPTURED)
+    written.call("launch", 64, stream=1, flags=CallFlag.CAPTURED)
+    written.call("capture_end", stream=1, value=600)
+    written.call("graph_create", value=700)
+    written.call("graph_launch", stream=1, value=700)
+    log = written.log()
+    log.calls[written.calls["graph_create", 0]] = DriverCall("graph_create", 600)
+    run = rebuild(log, times(log, 2, 50))
+    assert [*run.issuers] == [5, 5]
+    assert [*run.begin] == [5 * US + LAUNCH, 5 * US + LAUNCH + 2 * US]
+
+
+def test_a_call_that_failed_ran_nothing() -> None:
+    written = HandwrittenLog()
+    written.call("launch", 1, flags=CallFlag.FAILED)
+    written.call("stream_sync", flags=CallFlag.FAILED)
+    run = rebuilt(written, 2)
+    assert (len(run.begin), run.waits) == (0, [])
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
+def test_waits_tell_how_fast_the_gpu_is_and_the_timeline_ends_with_them(slower: float) -> None:
+    written, ends = HandwrittenLog(), list[float]()
+    for _ in range(20):
+        begin = written.now * US
+        for _ in range(40):
+            written.call("launch", 64)
+        ends.append(begin + LAUNCH + 40 * 50 * US * slower + 39 * GAP)
+        written.call("stream_sync", took=(ends[-1] + BACK) / US - written.now)
+    run = rebuilt(written, 2, 50)
+    assert run.errors()[0] == pytest.approx(abs(1 - 1 / slower) if slower > 1 else 1 - slower, abs=0.03)
+    assert (run.errors()[6:] < 0.01).all()
+    assert run.end[39::40] == pytest.approx(ends, abs=2 * US)
+
+
+def test_a_wait_that_finds_the_gpu_done_takes_what_such_calls_take_from_there() -> None:
+    written = HandwrittenLog()
+    for _ in range(3):
+        written.call("launch", 1, took=100)
+        written.call("stream_sync", took=4)
+    assert [wait.predicted - wait.begin for wait in rebuilt(written, 2).waits] == [BACK, 4 * US, 4 * US]
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 64]), st.integers(0, 2), st.integers(1, 40), st.booleans()), max_size=30))
+def test_a_stream_runs_one_command_at_a_time_and_none_before_its_call(calls: list[tuple[int, int, int, bool]]) -> None:
+    written, streams = HandwrittenLog(), list[int]()
+    for grid, stream, took, waits in calls:
+        written.call("launch", grid, stream=stream, took=took)
+        streams.append(stream)
+        if waits:
+            written.call("context_sync", took=2 * took)
+    if not calls:
+        written.call("context_sync")
+    run = rebuilt(written, 2, 50)
+    log = written.log()
+    assert (run.begin >= log.begin[run.issuers]).all()
+    for stream in {*streams}:
+        mine = [at for at, one in enumerate(streams) if one == stream]
+        assert all(run.end[before] <= run.begin[after] + 1 for before, after in pairwise(mine))
+
+
+# what a window teaches
+
+
+def event(kind: str, grid: int, issued: float, start: float, duration: float) -> DeviceEvent:
+    shape = ((grid, 1, 1), (32, 1, 1)) if kind == "launch" else ((), ())
+    return DeviceEvent(kind, *shape, 7, issued * US, start * US, duration * US)
+
+
+def test_durations_are_those_of_commands_of_the_same_grid() -> None:
+    written = HandwrittenLog()
+    for grid in (1, 64, 1, 64):
+        written.call("launch", grid, took=100)
+    written.call("launch", 32)
+    log = written.log()
+    seen = [
+        event("launch", grid, at, at + 6, took)
+        for grid, at, took in ((1, 0, 2), (64, 100, 50), (1, 200, 4), (64, 300, 50))
+    ]
+    taught = learn(log, 0, 350 * US, seen)
+    durations, known = taught.of(log, np.arange(5))
+    assert [*durations] == [3 * US, 50 * US, 3 * US, 50 * US, taught.by_function[7]]
+    assert [*known] == [True] * 4 + [False]
+    assert taught.launch == pytest.approx(6 * US)
+
+
+def test_another_order_is_no_hindrance_and_a_shape_that_was_not_seen_as_often_teaches_nothing() -> None:
+    written = HandwrittenLog()
+    for grid in (1, 64, 64):
+        written.call("launch", grid)
+    log = written.log()
+    taught = learn(log, 0, 100 * US, [event("launch", 64, 1, 9, 50), event("launch", 1, 0, 60, 2)])
+    assert {key[0]: duration for key, duration in taught.durations.items()} == {1: 2 * US}
+
+
+def test_a_copy_of_another_size_takes_what_its_bytes_take() -> None:
+    written = HandwrittenLog()
+    for size in (1_000_000, 2_000_000, 4_000_000):
+        written.call("copy_to_gpu", value=size, took=1000)
+    log = written.log()
+    seen = [event("copy", 0, at, at + 5, took) for at, took in ((0, 60), (1000, 110))]
+    durations, known = learn(log, 0, 1_500 * US, seen).of(log, np.arange(3))
+    assert durations[2] == pytest.approx(210 * US)
+    assert [*known] == [True, True, False]
+
+
+def test_gaps_are_those_of_commands_that_were_issued_in_time() -> None:
+    written = HandwrittenLog()
+    for _ in range(4):
+        written.call("launch", 64)
+    written.call("stream_sync", took=205 + 3 * 1.5 + 4 - 4)
+    seen = [event("launch", 64, at, 5 + at * 51.5, 50) for at in range(4)]
+    taught = learn(written.log(), 0, 4 * US, seen)
+    assert (taught.gap, taught.launch) == (pytest.approx(1_500), pytest.approx(LAUNCH))
+    assert taught.back == pytest.approx(4 * US, abs=US)
+
+
+@pytest.mark.parametrize("name", ["graph", "copies"])
+def test_a_run_on_an_h100_closes_at_its_waits(name: str, tmp_path: Path) -> None:
+    """Recorded by `benchmarks/driver_log.py complete`; of the trace what is read of it, and of files their names."""
+    with tarfile.open(RECORDED / f"{name}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    log, said = read_log(tmp_path), json.loads((tmp_path / "window.json").read_text())
+    events = device_events(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    run = rebuild(log, learn(log, *said["window"], events))
+    later = [wait for wait in run.waits if wait.begin > said["steps"][0]]
+    wrong = np.array([wait.predicted - wait.ended for wait in later])
+    assert len(later) >= 100
+    assert run.known > 0.99
+    assert np.median(np.abs(wrong)) < 2 * US
+    assert np.median(run.errors()) < 0.03 if name == "graph" else not len(run.errors()[run.waits[0].row :])
