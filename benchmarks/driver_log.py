@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from keepbusy.log import hostlog
 from keepbusy.log.device_commands import device_commands
+from keepbusy.log.joined_ranks import rebuild_ranks
+from keepbusy.log.kernel_times import KernelTimes, learn
 from keepbusy.log.kernel_times import device_events as seen_on_device
-from keepbusy.log.kernel_times import learn
 from keepbusy.log.log_file import read_log
 from keepbusy.log.rebuild import LONG, rebuild
 
@@ -425,24 +426,27 @@ def complete(out: Path) -> None:
         subprocess.run([sys.executable, __file__, "one", name, str(out)], check=True)
 
 
-def closure(folder: Path) -> str:
-    """How the GPU's timeline, rebuilt from the log and the one window, ends at the waits after the window."""
-    log, said = read_log(folder), json.loads((folder / "window.json").read_text())
-    run = rebuild(log, learn(log, *said["window"], seen_on_device(events(folder))))
-    run.waits = [wait for wait in run.waits if wait.begin > said["steps"][0]]
-    real = np.array([wait.ended for wait in run.waits], float)
-    wrong = np.abs(np.array([wait.predicted for wait in run.waits]) - real)
-    since = np.diff(real, prepend=said["steps"][0])
-    long = run.errors()
-    text = (
-        f"{len(long)} of {LONG // 1000} µs or more, wrong by {np.median(long):.1%} of each"
-        if len(long)
-        else "none long"
-    )
-    return (
-        f"{run.known:.1%} of commands known; {len(real)} waits, predicted within {np.median(wrong) / 1e3:.1f} µs, "
-        f"{np.median(wrong / since):.2%} of the time since the wait before; {text} (medians)"
-    )
+def closure(folders: list[Path]) -> Iterator[str]:
+    """How the GPU's timeline, rebuilt from the log and the one window, ends at the waits after the window. Of ranks,
+    rebuilt together."""
+    logs, said = [read_log(folder) for folder in folders], list[Any]()
+    taught = list[KernelTimes]()
+    for folder, log in zip(folders, logs, strict=True):
+        said.append(json.loads((folder / "window.json").read_text()))
+        taught.append(learn(log, *said[-1]["window"], seen_on_device(events(folder))))
+    runs = rebuild_ranks(logs, taught) if len(logs) > 1 else [rebuild(logs[0], taught[0])]
+    for folder, run, about in zip(folders, runs, said, strict=True):
+        first = about["steps"][0]
+        run.waits = [wait for wait in run.waits if wait.begin > first]
+        real = np.array([wait.ended for wait in run.waits], float)
+        wrong = np.abs(np.array([wait.predicted for wait in run.waits]) - real)
+        since, long = np.diff(real, prepend=first), run.errors()
+        wrong_by = f"{np.median(long):.1%} of each" if len(long) else ""
+        text = f"{len(long)} of {LONG // 1000} µs or more, wrong by {wrong_by}" if len(long) else "none long"
+        yield (
+            f"{folder.name}: {run.known:.1%} of commands known; {len(real)} waits, predicted within "
+            f"{np.median(wrong) / 1e3:.1f} µs, {np.median(wrong / since):.2%} of the time since the wait before; {text}"
+        )
 
 
 def timed(name: str, blocks: int = 300) -> None:
@@ -497,8 +501,9 @@ if __name__ == "__main__":
         case ["complete", out]:
             complete(Path(out))
         case ["rebuild", out]:
-            for folder in sorted(Path(out).iterdir()):
-                print(f"{folder.name}: {closure(folder)}")
+            print("medians:")
+            for _, ranks in groupby(sorted(Path(out).iterdir()), key=lambda folder: folder.name.rstrip("0123456789")):
+                print(*closure([*ranks]), sep="\n")
         case ["cost", name]:
             timed(name)
         case _:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepbusy.log.device_commands import collective_of
+from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, device_events, learn
 from keepbusy.log.log_file import ROW, CallFlag, DriverCall, DriverLog, read_log
 from keepbusy.log.rebuild import RebuiltRun, rebuild
@@ -158,6 +160,51 @@ def test_a_stream_runs_one_command_at_a_time_and_none_before_its_call(calls: lis
     for stream in {*streams}:
         mine = [at for at, one in enumerate(streams) if one == stream]
         assert all(run.end[before] <= run.begin[after] + 1 for before, after in pairwise(mine))
+
+
+# several ranks
+
+
+def rank(group: bool) -> DriverLog:
+    """In each of three steps a kernel, then a collective that takes 20 us once all are there."""
+    written = HandwrittenLog()
+    for _ in range(3):
+        step = written.now
+        written.call("launch", 64, took=10)
+        if group:
+            written.call("group_start")
+        begin = written.now
+        written.call("all_reduce", value=1000, took=2)
+        if group:
+            begin = written.now
+            written.call("group_end", took=2)
+        written.now = begin + 1
+        written.call("launch", 1, took=0.5)
+        written.now = begin + 3
+        written.call("stream_sync", took=step + (LAUNCH + 70 * US + GAP + 20 * US + BACK) / US - written.now)
+    log = written.log()
+    log.calls[written.calls["all_reduce", 0]] = DriverCall("all_reduce", 900)
+    log.communicators.append({"communicator": 900, "id": 5, "ranks": 2, "rank": 0})
+    return log
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_collective_ends_for_all_once_the_last_rank_has_arrived(group: bool) -> None:
+    logs = [rank(group), rank(group)]
+    collective = [collective_of(log) for log in logs]
+    taught = list[KernelTimes]()
+    for log, large in zip(logs, (40, 70), strict=True):
+        known = times(log, 20, large)
+        number = next(number for number, call in log.calls.items() if call.grid[:1] == (1,))
+        known.fastest = {(number, 1000, 0): 20 * US}
+        taught.append(known)
+    assert [int((one >= 0).sum()) for one in collective] == [3, 3]
+    early, late = rebuild_ranks(logs, taught)
+    assert early.end[1::2] == pytest.approx(late.end[1::2])
+    assert late.end[1] == pytest.approx(late.begin[0] + 70 * US + GAP + 20 * US)
+    assert early.begin[1] == pytest.approx(late.begin[1] - 30 * US)
+    for run in (early, late):
+        assert [wait.predicted for wait in run.waits] == pytest.approx([wait.ended for wait in run.waits], abs=US)
 
 
 # what a window teaches

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from keepbusy.log.log_file import CallFlag, DriverLog
 
+COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 COMMANDS = ("launch", "copy_to_gpu", "copy_to_host", "copy_on_gpu", "copy", "set_memory")
 
 
@@ -54,3 +55,28 @@ def _graph_contents(log: DriverLog, kinds: NDArray[np.str_], captured: NDArray[n
                 began = stream if stream in open_captures else [*open_captures][-1]  # other streams join a capture
                 open_captures[began].append(row)
     return contents
+
+
+def collective_of(log: DriverLog) -> NDArray[np.int64]:
+    """Of each row that launches NCCL's kernel, the call of NCCL that did so; -1 for all others.
+
+    The launch lies within the call, or within the end of its group, of which it is the first.
+    """
+    kinds, thread = log.kinds(), log.rows["thread"]
+    found = np.full(len(log.rows), -1, np.int64)
+    ended = log.begin + log.took
+    in_group = dict[int, int]()  # by thread: the first call of its group
+    for row in np.flatnonzero(np.isin(kinds, (*COLLECTIVES, "group_start", "group_end"))).tolist():
+        mine, call = int(thread[row]), row
+        if kinds[row] == "group_start":
+            in_group[mine] = -1
+            continue
+        if kinds[row] == "group_end":
+            call = in_group.pop(mine, -1)
+        elif mine in in_group:
+            in_group[mine] = row if in_group[mine] < 0 else in_group[mine]
+            continue
+        inside = np.arange(row, np.searchsorted(log.begin, ended[row], side="right"))
+        inside = inside[(kinds[inside] == "launch") & (thread[inside] == mine)]
+        found[inside] = call
+    return found

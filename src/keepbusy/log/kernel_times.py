@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from keepbusy.log.device_commands import device_commands
+from keepbusy.log.device_commands import collective_of, device_commands
 from keepbusy.log.log_file import CallFlag, DriverLog
 
 Key = tuple[int, int, int]
-"""What commands that take equally long have in common: the call, with its grid; of a copy also bytes and pageable."""
+"""What commands that take equally long have in common: the call, with its grid; of a copy also bytes and pageable, of
+a collective the number of elements."""
 _KINDS = {"kernel": "launch", "gpu_memset": "set_memory", "gpu_memcpy": "copy"}
 _QUEUED = 20_000
 """Nanoseconds before the end of the command before it: who is launched so early begins as soon as the GPU can."""
@@ -57,6 +58,7 @@ class KernelTimes:
     """Times in nanoseconds."""
 
     durations: dict[Key, float] = field(default_factory=dict)
+    fastest: dict[Key, float] = field(default_factory=dict)
     by_function: dict[int, float] = field(default_factory=dict)
     """Of a kernel, whatever its grid."""
     copies: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -77,6 +79,11 @@ class KernelTimes:
         known = np.array([key in self.durations for key in keys], bool)
         durations = np.array([self._of_key(log, key) for key in keys], float)
         return durations[which], known[which]
+
+    def wires(self, log: DriverLog, described: NDArray[Any]) -> NDArray[np.float64]:
+        """What each would take if it waited for no other rank."""
+        keys, which = _keys(log, described)
+        return np.array([self.fastest.get(key, self._of_key(log, key)) for key in keys], float)[which]
 
     def _of_key(self, log: DriverLog, key: Key) -> float:
         call = log.calls[key[0]]
@@ -99,6 +106,7 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
     for at, event in matched:
         seen[keys[which[at]]].append(event.duration)
     times = KernelTimes({key: float(np.median(durations)) for key, durations in seen.items()})
+    times.fastest = {key: min(durations) for key, durations in seen.items()}
     by_function = defaultdict[int, list[float]](list)
     by_kind = defaultdict[str, list[tuple[int, float]]](list)
     for key, duration in times.durations.items():
@@ -117,9 +125,10 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
 def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[np.intp]]:
     """The different ones, and of each command which it has."""
     rows = log.rows[described]
-    is_launch = log.kinds()[described] == "launch"
+    values = log.rows["value"].astype(np.int64)
+    is_launch, collective = log.kinds()[described] == "launch", collective_of(log)[described]
     pageable = (rows["flags"] & CallFlag.PAGEABLE).astype(np.int64)
-    sizes = np.where(is_launch, 0, rows["value"].astype(np.int64))
+    sizes = np.where(is_launch, np.where(collective < 0, 0, values[collective]), values[described])
     table = np.stack([rows["call"].astype(np.int64), sizes, pageable], axis=1)
     keys, which = np.unique(table, axis=0, return_inverse=True)
     return [(int(call), int(size), int(flag)) for call, size, flag in keys], which.reshape(-1)

@@ -8,8 +8,9 @@ each is predicted from those before it, and then the timeline is made to end whe
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ _FASTEST, _SLOWEST = 0.5, 3.0
 """Bounds of the clock's factor."""
 _TRUSTED = 1_000_000
 """Nanoseconds of work after which a wait tells as much about the clock as all those before it."""
+_SAME = 1_000
+"""Nanoseconds between moments that are the same."""
 LONG = 50_000
 """Nanoseconds of work of which a wait tells the clock."""
 
@@ -50,6 +53,8 @@ class RebuiltRun:
     known: float
     """The share of commands whose like the window had."""
     waits: list[RebuiltWait] = field(default_factory=list)
+    arrivals: dict[int, float] = field(default_factory=dict)
+    """Of each meeting, when this rank was predicted to be there, from the waits before."""
 
     def errors(self, least: int = LONG) -> NDArray[np.float64]:
         """Of each wait of so many nanoseconds, real or predicted: by what share of it the prediction was wrong."""
@@ -61,30 +66,70 @@ class RebuiltRun:
         return np.array([error / length for error, length in long], float)
 
 
-def rebuild(log: DriverLog, times: KernelTimes) -> RebuiltRun:
-    """In one pass through the rows."""
+class Meeting(NamedTuple):
+    """A collective on one rank."""
+
+    wire: float
+    """What it takes once all have arrived."""
+    until: float = 0.0
+    """When it ends for all, as far as is known."""
+
+
+def rebuild(log: DriverLog, times: KernelTimes, meetings: Mapping[int, Meeting] | None = None) -> RebuiltRun:
+    """In one pass through the rows. `meetings`: commands, by number, that wait for other ranks."""
     issuers, described = device_commands(log)
     durations, known = times.of(log, described)
     begin, end = np.zeros(len(issuers)), np.zeros(len(issuers))
     run = RebuiltRun(issuers, described, begin, end, float(known.mean()) if len(known) else 0.0)
-    return _Rebuilding(log, times, run, durations).done()
+    return _Rebuilding(log, times, run, durations, meetings or {}).done()
 
 
-class _Stream:
+class _EventState(NamedTuple):
+    """Of the stream that it was recorded in."""
+
+    moment: float = 0.0
+    chain_since: float = 0.0
+    is_held: bool = False
+
+
+class _StreamState:
     """Where it stands: until when it is busy, since when without a pause, and with which commands."""
 
     def __init__(self) -> None:
         self.busy_until = self.busy_since = 0.0
+        self.chain_since = 0.0
+        """Since when it has been at work, or another stream that it waited for."""
         self.commands: list[int] = []
+        self.is_held = False
+        """Whether one of them waits for another rank: that tells nothing of this GPU's clock."""
+
+    def rests(self, until: float) -> None:
+        self.busy_since = self.chain_since = until
+        self.is_held = False
+        self.commands.clear()
+
+    def hold(self, event: _EventState) -> None:
+        if event.moment > self.busy_until:
+            self.busy_until = event.moment
+            self.rests(event.moment)
+            self.chain_since, self.is_held = event.chain_since, event.is_held
 
 
 class _Rebuilding:
-    def __init__(self, log: DriverLog, times: KernelTimes, run: RebuiltRun, durations: NDArray[np.float64]) -> None:
+    def __init__(
+        self,
+        log: DriverLog,
+        times: KernelTimes,
+        run: RebuiltRun,
+        durations: NDArray[np.float64],
+        meetings: Mapping[int, Meeting],
+    ) -> None:
+        self._meetings = meetings
         self._log, self._times, self._run = log, times, run
         self._durations, self._kinds = durations.tolist(), log.kinds().tolist()
         self._is_kernel = [self._kinds[row] == "launch" for row in run.described.tolist()]
-        self._streams = defaultdict[int, _Stream](_Stream)
-        self._events = dict[int, float]()
+        self._streams = defaultdict[int, _StreamState](_StreamState)
+        self._events = dict[int, _EventState]()
         self._factor = 1.0
         self._stacks = log.rows["stack"].tolist()
         self._calls = defaultdict[tuple[str, int], list[int]](list)
@@ -104,36 +149,36 @@ class _Rebuilding:
                 if kind in ("copy_to_host", "copy") and flags[row] & (CallFlag.PAGEABLE | CallFlag.BLOCKING):
                     self._wait(row, [stream], self._streams[stream].busy_until)
             elif kind == "event_record":
-                self._events[values[row]] = self._streams[stream].busy_until
+                one = self._streams[stream]
+                self._events[values[row]] = _EventState(one.busy_until, one.chain_since, one.is_held)
             elif kind == "event_wait":
-                self._hold(self._streams[stream], self._events.get(values[row], 0.0))
+                self._streams[stream].hold(self._events.get(values[row], _EventState()))
             elif kind == "event_sync":
-                self._wait(row, [], self._events.get(values[row], 0.0))
+                self._wait(row, [], self._events.get(values[row], _EventState()).moment)
             elif kind == "stream_sync":
                 self._wait(row, [stream], self._streams[stream].busy_until)
             elif kind == "context_sync":
                 self._wait(row, [*self._streams], max((one.busy_until for one in self._streams.values()), default=0.0))
         return run
 
-    def _issue(self, stream: _Stream, commands: range, begin: int) -> None:
+    def _issue(self, stream: _StreamState, commands: range, begin: int) -> None:
         arrived, gap = begin + self._times.launch, self._times.gap
         for number in commands:
             start = stream.busy_until + gap
             if arrived > start:
-                start = stream.busy_since = arrived
-                stream.commands.clear()
-            duration = self._durations[number] * (self._factor if self._is_kernel[number] else 1.0)
-            stream.busy_until = start + duration
+                start = arrived
+                stream.rests(arrived)
+            meeting = self._meetings.get(number)
+            if meeting is not None:
+                self._run.arrivals[number] = start
+                stream.busy_until = max(start + meeting.wire, meeting.until)
+                stream.is_held |= stream.busy_until > start + meeting.wire + _SAME
+            else:
+                duration = self._durations[number] * (self._factor if self._is_kernel[number] else 1.0)
+                stream.busy_until = start + duration
             stream.commands.append(number)
-            self._run.begin[number], self._run.end[number] = start, start + duration
+            self._run.begin[number], self._run.end[number] = start, stream.busy_until
             gap = self._times.gap_in_graph
-
-    @staticmethod
-    def _hold(stream: _Stream, until: float) -> None:
-        """For an event of another stream."""
-        if until > stream.busy_until:
-            stream.busy_until = stream.busy_since = until
-            stream.commands.clear()
 
     def _wait(self, row: int, streams: list[int], done: float) -> None:
         kind, begin, took = self._kinds[row], int(self._log.begin[row]), int(self._log.took[row])
@@ -151,15 +196,15 @@ class _Rebuilding:
             if stream.busy_until == done:
                 self._close(stream, really)
 
-    def _close(self, stream: _Stream, really: float) -> None:
+    def _close(self, stream: _StreamState, really: float) -> None:
         """What the stream has done without a pause ended then, and not when it was predicted to."""
-        expected, came = stream.busy_until - stream.busy_since, really - stream.busy_since
-        if came <= 0 or not stream.commands:
+        chain, came = stream.busy_until - stream.chain_since, really - stream.chain_since
+        if chain > LONG and not stream.is_held and _FASTEST * chain < came < _SLOWEST * chain:
+            faster = (came / chain) ** (chain / (chain + _TRUSTED))
+            self._factor = min(_SLOWEST, max(_FASTEST, self._factor * faster))
+        if really <= stream.busy_since or not stream.commands:
             return
-        ratio = came / expected
-        if expected > LONG and _FASTEST < ratio < _SLOWEST:
-            trust = expected / (expected + _TRUSTED)
-            self._factor = min(_SLOWEST, max(_FASTEST, self._factor * ratio**trust))
+        ratio = (really - stream.busy_since) / (stream.busy_until - stream.busy_since)
         numbers = np.array(stream.commands)
         begin, end = (
             stream.busy_since + (one[numbers] - stream.busy_since) * ratio for one in (self._run.begin, self._run.end)
@@ -167,5 +212,4 @@ class _Rebuilding:
         self._run.begin[numbers] = begin = np.maximum(begin, self._log.begin[self._run.issuers[numbers]])
         self._run.end[numbers] = np.maximum(begin, end)
         stream.busy_until = really
-        stream.commands.clear()
-        stream.busy_since = really
+        stream.rests(really)
