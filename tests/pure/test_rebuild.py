@@ -2,62 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import tarfile
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from handwritten_log import BACK, GAP, LAUNCH, US, HandwrittenLog, recorded, times
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepbusy.log.device_commands import collective_of
 from keepbusy.log.joined_ranks import rebuild_ranks
-from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, device_events, learn
-from keepbusy.log.log_file import ROW, CallFlag, DriverCall, DriverLog, read_log
+from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, learn
+from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog
 from keepbusy.log.rebuild import RebuiltRun, rebuild
-
-RECORDED = Path(__file__).with_name("driver_logs")
-US = 1_000
-LAUNCH, GAP, BACK = 5 * US, 1 * US, 3 * US
-SMALL, LARGE = ("launch", 1), ("launch", 64)
-
-
-@dataclass
-class HandwrittenLog:
-    """Calls one after the other; times in microseconds."""
-
-    rows: list[tuple[Any, ...]] = field(default_factory=list)
-    calls: dict[Any, int] = field(default_factory=dict)
-    now: float = 0.0
-
-    def call(
-        self, kind: str, grid: int = 0, *, took: float = 1, stream: int = 0, value: int = 0, flags: int = 0
-    ) -> None:
-        number = self.calls.setdefault((kind, grid), len(self.calls) + 1)
-        begin = round(self.now * US)
-        self.rows.append((begin + 1, value, round(took * US), number, 0, stream, 0, flags))
-        self.now += took
-
-    def log(self) -> DriverLog:
-        rows = np.array(self.rows, ROW)
-        calls = {
-            number: DriverCall(kind, 7, grid=(grid, 1, 1), block=(32, 1, 1)) if kind == "launch" else DriverCall(kind)
-            for (kind, grid), number in self.calls.items()
-        }
-        return DriverLog(rows, rows["begin"].astype(np.int64) - 1, rows["took"].astype(np.int64), calls)
-
-
-def times(log: DriverLog, small: float, large: float = 0.0) -> KernelTimes:
-    """What a window would have taught."""
-    known = {1: small, 64: large}
-    durations = {
-        (number, 0, 0): known[call.grid[0]] * US for number, call in log.calls.items() if call.kind == "launch"
-    }
-    return KernelTimes(durations, launch=LAUNCH, gap=GAP, gap_in_graph=0.0, back=BACK)
 
 
 def rebuilt(written: HandwrittenLog, small: float, large: float = 0.0) -> RebuiltRun:
@@ -266,12 +224,8 @@ def test_gaps_are_those_of_commands_that_were_issued_in_time() -> None:
 @pytest.mark.parametrize("name", ["graph", "copies"])
 def test_a_run_on_an_h100_closes_at_its_waits(name: str, tmp_path: Path) -> None:
     """Recorded by `benchmarks/driver_log.py complete`; of the trace what is read of it, and of files their names."""
-    with tarfile.open(RECORDED / f"{name}.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    log, said = read_log(tmp_path), json.loads((tmp_path / "window.json").read_text())
-    events = device_events(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
-    run = rebuild(log, learn(log, *said["window"], events))
-    later = [wait for wait in run.waits if wait.begin > said["steps"][0]]
+    _, _, run, begins = recorded(name, tmp_path)
+    later = [wait for wait in run.waits if wait.begin > begins[0]]
     wrong = np.array([wait.predicted - wait.ended for wait in later])
     assert len(later) >= 100
     assert run.known > 0.99
