@@ -2,6 +2,7 @@
 
     python benchmarks/driver_log.py complete OUT      # each program in a process of its own; logs and traces go to OUT
     python benchmarks/driver_log.py rebuild OUT       # from these, anywhere: the GPU's timeline held against real waits
+    python benchmarks/driver_log.py script OUT train.py --epochs 1    # a program of anybody's, for `rebuild`
     python benchmarks/driver_log.py cost mlp          # blocks of steps, with and without the log, in turns
     torchrun --nproc-per-node 2 benchmarks/driver_log.py one ddp OUT
 
@@ -10,8 +11,10 @@ On a machine with an NVIDIA GPU and a C compiler.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -364,6 +367,36 @@ def one(name: str, out: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+def script(out: Path, path: str, arguments: list[str], first: int = 60, last: int = 66) -> None:
+    """Any script that trains: the profiler looks on between two of its optimizer's steps."""
+    assert not (why := hostlog.start(out)), why
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    stamps, window = list[int](), list[int]()
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+
+    def stepped(*_: object) -> None:
+        stamps.append(time.monotonic_ns())
+        if len(stamps) == first:
+            profiler.start()
+        if len(stamps) in (first, last):
+            torch.cuda.synchronize()
+            window.append(time.monotonic_ns())
+        if len(stamps) == last:
+            profiler.stop()
+            profiler.export_chrome_trace(str(out / "trace.json"))
+
+    def leave() -> None:
+        print(f"{out.name}: {len(stamps)} steps {hostlog.stop()}", flush=True)
+        (out / "window.json").write_text(json.dumps({"window": window, "steps": stamps[last:]}))
+
+    register_optimizer_step_post_hook(stepped)
+    atexit.register(leave)
+    sys.argv, sys.path[0] = [path, *arguments], str(Path(path).resolve().parent)
+    runpy.run_path(path, run_name="__main__")
+
+
 def compare(folder: Path) -> str:
     log = read_log(folder)
     first, last = json.loads((folder / "window.json").read_text())["window"]
@@ -498,6 +531,9 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["one", name, out]:
             one(name, Path(out))
+        case ["script", out, path, *arguments]:
+            Path(out).mkdir(parents=True)
+            script(Path(out), path, arguments)
         case ["complete", out]:
             complete(Path(out))
         case ["rebuild", out]:

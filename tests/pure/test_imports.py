@@ -163,7 +163,7 @@ LINES = {
     "traces": 2392,
     "instrument": 2954,
     "recording": 4086,
-    "log": 1075,
+    "log": 1095,
     "virtual": 9079,
     "explain": 4808,
     "report": 3521,

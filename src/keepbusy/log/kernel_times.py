@@ -21,6 +21,8 @@ Key = tuple[int, int, int]
 """What commands that take equally long have in common: the call, with its grid; of a copy also bytes and pageable, of
 a collective the number of elements."""
 _KINDS = {"kernel": "launch", "gpu_memset": "set_memory", "gpu_memcpy": "copy"}
+_COPY, _LARGE = 1_500.0, 1 << 16
+"""Nanoseconds of a copy of no bytes, and bytes from which on a copy tells what a byte takes."""
 _QUEUED = 20_000
 """Nanoseconds before the end of the command before it: who is launched so early begins as soon as the GPU can."""
 
@@ -61,8 +63,8 @@ class KernelTimes:
     fastest: dict[Key, float] = field(default_factory=dict)
     by_function: dict[int, float] = field(default_factory=dict)
     """Of a kernel, whatever its grid."""
-    copies: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of copies of a kind: what each takes, and what a byte adds."""
+    copies: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    """Of copies of a kind, from or to pageable memory or not: what each takes, and what a byte adds."""
     usual: float = 3_000.0
     """Of a kernel that the window did not have."""
     launch: float = 5_000.0
@@ -91,7 +93,7 @@ class KernelTimes:
             return self.durations[key]
         if call.kind == "launch":
             return self.by_function.get(call.function, self.usual)
-        each, byte = self.copies.get(call.kind, (1_500.0, 0.05))
+        each, byte = self.copies.get((call.kind, key[2]), (_COPY, _usual_byte(key[2])))
         return each + byte * key[1]
 
 
@@ -108,16 +110,16 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
     times = KernelTimes({key: float(np.median(durations)) for key, durations in seen.items()})
     times.fastest = {key: min(durations) for key, durations in seen.items()}
     by_function = defaultdict[int, list[float]](list)
-    by_kind = defaultdict[str, list[tuple[int, float]]](list)
+    by_kind = defaultdict[tuple[str, int], list[tuple[int, float]]](list)
     for key, duration in times.durations.items():
         call = log.calls[key[0]]
         if call.kind == "launch":
             by_function[call.function].append(duration)
         else:
-            by_kind[call.kind].append((key[1], duration))
+            by_kind[call.kind, key[2]].append((key[1], duration))
     times.by_function = {function: float(np.median(durations)) for function, durations in by_function.items()}
     times.usual = float(np.median([*times.by_function.values()])) if by_function else times.usual
-    times.copies = {kind: _line(points) for kind, points in by_kind.items()}
+    times.copies = {kind: _line(points, _usual_byte(kind[1])) for kind, points in by_kind.items()}
     _learn_delays(times, log, issuers, matched)
     return times
 
@@ -151,13 +153,19 @@ def _matched(log: DriverLog, described: NDArray[Any], events: Sequence[DeviceEve
     )
 
 
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """What a copy takes, and what a byte adds, by its sizes in the window."""
+def _line(points: Sequence[tuple[int, float]], usual: float) -> tuple[float, float]:
+    """What a copy takes, and what a byte adds, by its sizes in the window. Of small ones alone, a byte adds what is
+    usual."""
     sizes, durations = (np.array(column, float) for column in zip(*points, strict=True))
-    if len(set(sizes)) < 2:
-        return float(durations.min()), 0.0 if sizes.max() < 1 << 16 else float(durations.min() / sizes.max())
-    byte = max(0.0, float(np.polyfit(sizes, durations, 1)[0]))
-    return max(500.0, float(np.median(durations - byte * sizes))), byte
+    byte = usual
+    if sizes.max() >= _LARGE:
+        several = len(set(sizes)) > 1
+        byte = float(np.polyfit(sizes, durations, 1)[0]) if several else float(durations.min() / sizes.max())
+    return max(500.0, float(np.median(durations - max(0.0, byte) * sizes))), max(0.0, byte)
+
+
+def _usual_byte(pageable: int) -> float:
+    return 0.1 if pageable else 0.04
 
 
 def _learn_delays(
