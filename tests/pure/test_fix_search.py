@@ -11,7 +11,7 @@ pytest.importorskip("libcst")
 
 from diagnoses import MS, STALLED, ms
 
-from keepbusy.cli.fix import FixSearch, TrialRun
+from keepbusy.cli.fix import DifferentResults, FixSearch, TrialRun
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
 from keepbusy.fix.source.proof import RunResults
 from keepbusy.timeline.files import BadInput
@@ -72,7 +72,7 @@ class Runs:
         outcome = str(self.outcomes.pop(0))
         if outcome.startswith("gains"):
             return outcome
-        raise BadInput(outcome)
+        raise (DifferentResults if outcome.startswith("its ") else BadInput)(outcome)
 
 
 @pytest.fixture
@@ -129,6 +129,12 @@ def test_workers_that_change_the_results_are_tried_as_others_that_start_in_each_
     [source] = found.held.values()
     assert "num_workers=4, pin_memory=True)" in source
     assert "  instead of 'use more loader workers' at train.py:4\n  gains 4 ms\n" in capsys.readouterr().out
+
+
+def test_workers_that_save_nothing_are_not_tried_as_others(search) -> None:  # type: ignore[no-untyped-def]
+    runs = Runs("it saves nothing", "gains 3 ms", "gains 1 ms")
+    search(runs).go()
+    assert [what for what in runs.tried_so_far if "workers" in what] == ["change 1 of 3, 'use more loader workers'"]
 
 
 @pytest.mark.parametrize("ends", ["no time", "Ctrl-C"])

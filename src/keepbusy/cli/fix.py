@@ -108,6 +108,10 @@ class TrialRun:
         return self.length if planned.is_beside_steps else self.diagnosis.plain_step
 
 
+class DifferentResults(BadInput):
+    """With a fix the program computes something else."""
+
+
 class Attempt(NamedTuple):
     """A fix of the plan, and the edit that is to serve it: its own, or another one in its place."""
 
@@ -180,7 +184,7 @@ class FixSearch:
         return {} if candidate == self.held or candidate in self._vain else candidate
 
     def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
-        from keepbusy.fix.source.source_edits import where_that_fails
+        from keepbusy.fix.source.source_edits import where_results_differ
 
         planned, way = attempt
         where = _changed_at(self.held, candidate) or planned.where
@@ -190,7 +194,8 @@ class FixSearch:
         except BadInput as error:
             told = f"left out: {str(error).rstrip('.')}"
             self._vain.append(candidate)
-            if other := where_that_fails(way):
+            other = where_results_differ(way) if isinstance(error, DifferentResults) else ""
+            if other:
                 self._left.insert(1, Attempt(planned, other))
         else:
             self.held, self._last = candidate, now
@@ -275,7 +280,9 @@ class CandidateRuns:
                     "give it a seed, and no checkpoint to resume from"
                 )
             because = f" ({why})" if why and not tolerance else ""
-            raise BadInput(self._unprovable or f"{different.rstrip('.')}{because}")
+            if self._unprovable:
+                raise BadInput(self._unprovable)
+            raise DifferentResults(f"{different.rstrip('.')}{because}")
         was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
         if was - now >= least and not self._is_modelled:

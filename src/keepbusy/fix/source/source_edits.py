@@ -113,7 +113,7 @@ def edit_of(fix: str) -> SourceEdit | None:
     return SourceEdit(_visiting(_Loaders, num_workers=count, persistent_workers="True"), why=_DRAW_ONCE)
 
 
-def where_that_fails(way: str) -> str:
+def where_results_differ(way: str) -> str:
     """The name of the edit to try where the results of this one differ; "" for none."""
     loads = way.partition("=")[0] in ("num_workers", "prepare_in_workers") and not way.endswith(_EACH_EPOCH)
     return f"{way}{_EACH_EPOCH}" if loads else ""
