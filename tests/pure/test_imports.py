@@ -161,7 +161,7 @@ LINES = {
     "hang": 702,
     "timeline": 3120,
     "traces": 2392,
-    "instrument": 2954,
+    "instrument": 2955,
     "recording": 4086,
     "log": 1095,
     "virtual": 9079,

@@ -294,4 +294,4 @@ dist.destroy_process_group()
 def test_where_no_folder_can_be_made_all_ranks_hear_of_it(run) -> None:
     done = run(REFUSED, before=("--ranks", "2", "--quiet"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["the checkpoint /proc/sharded was not written"] * 2
+    assert done.stdout.replace("\n", "") == "the checkpoint /proc/sharded was not written" * 2  # lines may mix

@@ -479,7 +479,8 @@ class Ending:
             self._close_pipe()
             self._pipe = pipe = kept_pipe(at)
             if pipe is not None:
-                os.set_blocking(pipe[1].copy, False)
+                with suppress(OSError):  # the program may have closed it by now: who listens makes another one
+                    os.set_blocking(pipe[1].copy, False)
                 UnseenThread(lambda: self._hear(pipe))
 
     @property
