@@ -2,7 +2,7 @@
 
     python benchmarks/driver_log.py complete OUT      # each program in a process of its own; logs and traces go to OUT
     python benchmarks/driver_log.py rebuild OUT       # from these, anywhere: the GPU's timeline held against real waits
-    python benchmarks/driver_log.py script OUT train.py --epochs 1    # a program of anybody's, for `rebuild`
+    python benchmarks/driver_log.py script OUT train.py --epochs 1    # any training script, for `rebuild`
     python benchmarks/driver_log.py cost mlp          # blocks of steps, with and without the log, in turns
     torchrun --nproc-per-node 2 benchmarks/driver_log.py one ddp OUT
 
@@ -36,7 +36,7 @@ from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import KernelTimes, learn
 from keepbusy.log.kernel_times import device_events as seen_on_device
 from keepbusy.log.log_file import read_log
-from keepbusy.log.rebuild import LONG, rebuild
+from keepbusy.log.rebuild import LONG_WAIT, rebuild
 
 Step = Callable[[], object]
 
@@ -475,7 +475,7 @@ def closure(folders: list[Path]) -> Iterator[str]:
         wrong = np.abs(np.array([wait.predicted for wait in run.waits]) - real)
         since, long = np.diff(real, prepend=first), run.errors()
         wrong_by = f"{np.median(long):.1%} of each" if len(long) else ""
-        text = f"{len(long)} of {LONG // 1000} µs or more, wrong by {wrong_by}" if len(long) else "none long"
+        text = f"{len(long)} of {LONG_WAIT // 1000} µs or more, wrong by {wrong_by}" if len(long) else "none long"
         yield (
             f"{folder.name}: {run.known:.1%} of commands known; {len(real)} waits, predicted within "
             f"{np.median(wrong) / 1e3:.1f} µs, {np.median(wrong / since):.2%} of the time since the wait before; {text}"

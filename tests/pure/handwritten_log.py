@@ -64,6 +64,17 @@ def times(log: DriverLog, small: float, large: float = 0.0) -> KernelTimes:
     return KernelTimes(durations, launch=LAUNCH, gap=GAP, gap_in_graph=0.0, back=BACK)
 
 
+def two_streams_and_an_event() -> HandwrittenLog:
+    """The second stream waits for a kernel of the first one, and so does the host."""
+    written = HandwrittenLog()
+    written.call("launch", 64)
+    written.call("event_record", value=500)
+    written.call("event_wait", value=500, stream=1)
+    written.call("launch", 1, stream=1)
+    written.call("event_sync", value=500, took=60)
+    return written
+
+
 def recorded(name: str, folder: Path) -> tuple[DriverLog, KernelTimes, RebuiltRun, list[int]]:
     """Recorded by `benchmarks/driver_log.py complete`; of the trace what is read of it, and of files their names. With
     what its window taught, and when its iterations began."""

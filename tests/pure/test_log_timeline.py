@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from handwritten_log import BACK, LAUNCH, US, HandwrittenLog, recorded, times
+from handwritten_log import BACK, LAUNCH, US, HandwrittenLog, recorded, times, two_streams_and_an_event
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,12 +59,7 @@ def test_a_copy_that_is_waited_for_is_a_launch_and_a_wait() -> None:
 
 
 def test_an_event_orders_streams_and_the_host() -> None:
-    written = HandwrittenLog()
-    written.call("launch", 64)
-    written.call("event_record", value=500)
-    written.call("event_wait", value=500, stream=1)
-    written.call("launch", 1, stream=1)
-    written.call("event_sync", value=500, took=60)
+    written = two_streams_and_an_event()
     found = timeline(written)
     orders = found.links.take(found.links.kind == LinkKind.ORDER)
     [first], [second] = found.rows_of(1), found.rows_of(2)

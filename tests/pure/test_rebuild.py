@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from handwritten_log import BACK, GAP, LAUNCH, US, HandwrittenLog, recorded, times
+from handwritten_log import BACK, GAP, LAUNCH, US, HandwrittenLog, recorded, times, two_streams_and_an_event
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,12 +45,7 @@ def test_a_wait_ends_once_the_last_command_has() -> None:
 
 
 def test_a_stream_waits_for_the_event_of_another_and_the_host_does_too() -> None:
-    written = HandwrittenLog()
-    written.call("launch", 64)
-    written.call("event_record", value=500)
-    written.call("event_wait", value=500, stream=1)
-    written.call("launch", 1, stream=1)
-    written.call("event_sync", value=500, took=60)
+    written = two_streams_and_an_event()
     run = rebuilt(written, 2, 50)
     assert run.begin[1] == run.end[0] + GAP
     assert run.waits[0].predicted == run.end[0] + BACK

@@ -36,6 +36,7 @@ WIDTHS = (40, 60, 80, 100, 140)
         ("num_workers=8", True, True),
         ("fuse_optimizer", False, True),
         ("align_ranks", False, False),
+        ("move_off_the_loop", False, False),
     ],
 )
 def test_a_command_is_offered_only_where_it_makes_one_of_the_fixes(fix: str, now: bool, written: bool) -> None:

@@ -565,7 +565,8 @@ def fixing(verb: str, diagnosis: Diagnosis) -> str:
 
 def where_it_ran(diagnosis: Diagnosis) -> AbstractContextManager[None]:
     """The folder that places in files count from: lines are quoted from there. Of another machine's run, from here."""
-    return chdir(diagnosis.folder) if Path(diagnosis.folder or "?").is_dir() else nullcontext()
+    is_here = bool(diagnosis.folder) and Path(diagnosis.folder).is_dir()
+    return chdir(diagnosis.folder) if is_here else nullcontext()
 
 
 def rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Commands, shape: Screen | None = None) -> str:

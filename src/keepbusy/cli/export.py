@@ -66,9 +66,9 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
         return exports.perfetto(timeline, _explained_if_possible(timeline))
     if kind == "csv":
         return exports.csv_table(timeline)
-    diagnosis, render = keepbusy.explain(timeline), exports.sarif if kind == "sarif" else as_json.render
+    diagnosis = keepbusy.explain(timeline)
     with where_it_ran(diagnosis):
-        return (render(diagnosis), "" if kind == "sarif" else "\n")
+        return (exports.sarif(diagnosis),) if kind == "sarif" else (as_json.render(diagnosis), "\n")
 
 
 def _explained_if_possible(timeline: Timeline) -> Diagnosis | None:

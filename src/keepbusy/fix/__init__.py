@@ -7,16 +7,18 @@ ASKED = ("fused", "gradients")
 WHILE_IT_RUNS = {
     "copies": {"prefetch", "pin_memory", "keep_on_device", "make_on_device", "copy_beside"},
     "late_numbers": {"readback", "read_at_once", "drop_sync"},
-    "draws": {"make_on_device"},
+    "draws": {"make_on_device", "move_off_the_loop"},
     "workers": {"prepare_in_workers", "num_workers"},
     "syncs": {"drop_sync"},
     "graph": {"graph"},
     "cache": {"keep_memory"},
-    "garbage": {"collect_between_epochs"},
+    "garbage": {"collect_between_epochs", "move_off_the_loop"},
     "fused": {"fuse_optimizer"},
     "gradients": {"accumulate"},
 }
 """Of each fix that `run --fix` makes, the plan's fixes that it stands for."""
+_SELDOM = "move_off_the_loop"
+"""What it makes of this fix are random draws and garbage collections; most other CPU work is left to a person."""
 IN_THE_SOURCE = {
     "accumulate": ("accumulate",),
     "compile": ("fuse_optimizer",),
@@ -39,7 +41,8 @@ IN_THE_SOURCE = {
 
 
 def is_made_while_it_runs(fix: str) -> bool:
-    return any(fix.partition("=")[0] in made for name, made in WHILE_IT_RUNS.items() if name not in ASKED)
+    made = set[str]().union(*(one for name, one in WHILE_IT_RUNS.items() if name not in ASKED))
+    return fix.partition("=")[0] in made - {_SELDOM}
 
 
 def is_written(fix: str) -> bool:

@@ -18,7 +18,7 @@ from keepbusy.log.rebuild import Meeting, RebuiltRun, rebuild
 _MOST_ROUNDS, _SETTLED = 12, 1_000
 """How often the ranks are rebuilt, and nanoseconds by which no collective moves any more."""
 Place = tuple[int, int]
-"""A communicator by its id, and the how manieth collective on it."""
+"""A communicator by its id, and the number of the collective on it."""
 
 
 def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[RebuiltRun]:
@@ -26,20 +26,20 @@ def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> li
     places = [_collectives(log) for log in logs]
     wires = [taught.wires(log, device_commands(log)[1]) for log, taught in zip(logs, times, strict=True)]
     wire, ranks = defaultdict[Place, list[float]](list), Counter[Place]()
-    for mine, its_own in zip(places, wires, strict=True):
-        for number, place in mine.items():
-            wire[place].append(float(its_own[number]))
+    for of_rank, times_alone in zip(places, wires, strict=True):
+        for number, place in of_rank.items():
+            wire[place].append(float(times_alone[number]))
             ranks[place] += 1
     ends = dict.fromkeys(wire, 0.0)
     runs = list[RebuiltRun]()
     for _ in range(_MOST_ROUNDS):
         runs = [
-            rebuild(log, taught, {number: Meeting(min(wire[place]), ends[place]) for number, place in mine.items()})
-            for log, taught, mine in zip(logs, times, places, strict=True)
+            rebuild(log, taught, {number: Meeting(min(wire[place]), ends[place]) for number, place in of_rank.items()})
+            for log, taught, of_rank in zip(logs, times, places, strict=True)
         ]
         arrived = dict.fromkeys(wire, 0.0)
-        for run, mine in zip(runs, places, strict=True):
-            for number, place in mine.items():
+        for run, of_rank in zip(runs, places, strict=True):
+            for number, place in of_rank.items():
                 arrived[place] = max(arrived[place], run.arrivals[number])
         now = {place: arrived[place] + min(wire[place]) for place in wire if ranks[place] > 1}
         moved = max((abs(now[place] - ends[place]) for place in now), default=0.0)

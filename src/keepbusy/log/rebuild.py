@@ -1,8 +1,8 @@
 """The GPU's part of a run, rebuilt from the log: when each command ran, and when each wait ought to have ended.
 
 The host's part is known. A command begins once it has arrived and the one before it in its stream has ended, and takes
-as long as its like in the profiler's window. What the clock of the GPU changes about that is learned from the waits:
-each is predicted from those before it, and then the timeline is made to end where it really ended.
+as long as the same command took in the profiler's window. The GPU's clock changes that, and the waits tell by how
+much: each is predicted from those before it, and then the timeline is made to end where it really ended.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FASTEST, _SLOWEST = 0.5, 3.0
 """Bounds of the clock's factor."""
 _TRUSTED = 1_000_000
 """Nanoseconds of work after which a wait tells as much about the clock as all those before it."""
-_SAME = 1_000
-"""Nanoseconds between moments that are the same."""
-LONG = 50_000
+_SAME_MOMENT = 1_000
+"""Nanoseconds by which two moments may differ and count as one."""
+LONG_WAIT = 50_000
 """Nanoseconds of work of which a wait tells the clock."""
 
 
@@ -51,12 +51,12 @@ class RebuiltRun:
     begin: NDArray[np.float64]
     end: NDArray[np.float64]
     known: float
-    """The share of commands whose like the window had."""
+    """The share of commands that the window had, too."""
     waits: list[RebuiltWait] = field(default_factory=list)
     arrivals: dict[int, float] = field(default_factory=dict)
     """Of each meeting, when this rank was predicted to be there, from the waits before."""
 
-    def errors(self, least: int = LONG) -> NDArray[np.float64]:
+    def errors(self, least: int = LONG_WAIT) -> NDArray[np.float64]:
         """Of each wait of so many nanoseconds, real or predicted: by what share of it the prediction was wrong."""
         long = [
             (abs(one.predicted - one.ended), max(one.ended, one.predicted) - one.begin)
@@ -81,7 +81,7 @@ def rebuild(log: DriverLog, times: KernelTimes, meetings: Mapping[int, Meeting] 
     durations, known = times.of(log, described)
     begin, end = np.zeros(len(issuers)), np.zeros(len(issuers))
     run = RebuiltRun(issuers, described, begin, end, float(known.mean()) if len(known) else 0.0)
-    return _Rebuilding(log, times, run, durations, meetings or {}).done()
+    return _Rebuilding(log, times, run, durations, meetings or {}).run_through()
 
 
 class _EventState(NamedTuple):
@@ -135,7 +135,7 @@ class _Rebuilding:
         self._calls = defaultdict[tuple[str, int], list[int]](list)
         """Of each kind of wait, by the stack it comes from: what calls took that found the GPU done."""
 
-    def done(self) -> RebuiltRun:
+    def run_through(self) -> RebuiltRun:
         log, run = self._log, self._run
         first_of = np.searchsorted(run.issuers, np.arange(len(log.rows) + 1)).tolist()
         streams, values = log.rows["stream"].tolist(), log.rows["value"].tolist()
@@ -172,7 +172,7 @@ class _Rebuilding:
             if meeting is not None:
                 self._run.arrivals[number] = start
                 stream.busy_until = max(start + meeting.wire, meeting.until)
-                stream.is_held |= stream.busy_until > start + meeting.wire + _SAME
+                stream.is_held |= stream.busy_until > start + meeting.wire + _SAME_MOMENT
             else:
                 duration = self._durations[number] * (self._factor if self._is_kernel[number] else 1.0)
                 stream.busy_until = start + duration
@@ -198,9 +198,9 @@ class _Rebuilding:
 
     def _close(self, stream: _StreamState, really: float) -> None:
         """What the stream has done without a pause ended then, and not when it was predicted to."""
-        chain, came = stream.busy_until - stream.chain_since, really - stream.chain_since
-        if chain > LONG and not stream.is_held and _FASTEST * chain < came < _SLOWEST * chain:
-            faster = (came / chain) ** (chain / (chain + _TRUSTED))
+        chain, measured = stream.busy_until - stream.chain_since, really - stream.chain_since
+        if chain > LONG_WAIT and not stream.is_held and _FASTEST * chain < measured < _SLOWEST * chain:
+            faster = (measured / chain) ** (chain / (chain + _TRUSTED))
             self._factor = min(_SLOWEST, max(_FASTEST, self._factor * faster))
         if really <= stream.busy_since or not stream.commands:
             return
