@@ -133,7 +133,7 @@ RECORDED = {
 """Of what a run is recorded by: measured on programs that the ablation runs (`ablation_programs.py`)."""
 
 VIRTUAL = {
-    "keepbusy.virtual.run_loops": (
+    "keepbusy.instrument.run_loops": (
         Threshold("STAY", INFINITE, "On a virtual GPU, a function that lasts 60 ms may hold loops of the run, ..."),
         Threshold("WORKING_SHARE", 0.0, "A loop with half of the GPU's work is what the program is for, ..."),
         Threshold("FEWEST_TURNS", 1, "... if it turns six times."),
@@ -204,7 +204,7 @@ BOUNDS = {
     "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH", "USUAL_WORKERS"),
     "keepbusy.timeline.steps": ("NOISE_OF_A_SCRIPT",),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
-    "keepbusy.virtual.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),
+    "keepbusy.instrument.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),
 }
 """No rule that could be wrong: what bounds the cost of looking or says how much is kept and told, what was measured of
 PyTorch, CUDA and clocks, what is refused as damaged, and from where on anything is more than noise."""

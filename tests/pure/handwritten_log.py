@@ -38,10 +38,11 @@ class HandwrittenLog:
         value: int = 0,
         flags: int = 0,
         stack: int = 0,
+        thread: int = 0,
     ) -> None:
         number = self.calls.setdefault((kind, grid), len(self.calls) + 1)
         begin = round(self.now * US)
-        self.rows.append((begin + 1, value, round(took * US), number, stack, stream, 0, flags))
+        self.rows.append((begin + 1, value, round(took * US), number, stack, stream, thread, flags))
         self.now += took
 
     def log(self) -> DriverLog:

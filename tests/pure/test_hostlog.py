@@ -121,6 +121,14 @@ def test_a_wait_for_all_is_a_row_in_both_forms_that_the_driver_has(logged) -> No
     assert [*log.rows["flags"]] == [0, 0]
 
 
+def test_a_note_is_a_row_with_the_stack_that_it_was_made_from(logged, tmp_path: Path) -> None:
+    log = logged("def inner(): hostlog.note(7)\ninner()\nassert not hostlog.stop()\nhostlog.note(8)\n")
+    assert [*log.kinds()] == ["note"]
+    assert [*log.rows["value"]] == [7]
+    stack = log.stacks[int(log.rows["stack"][0])]
+    assert [frame.function for frame in stack] == ["note", "inner", "<module>"]
+
+
 def test_rows_have_the_time_of_pythons_clock(logged, tmp_path: Path) -> None:
     log = logged(
         """

@@ -12,13 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keepbusy
+from keepbusy.log.host_frames import Visits, frames_of
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, StackFrame
-from keepbusy.log.log_timeline import timeline_of_log
+from keepbusy.log.log_timeline import HostSide, LogTimeline, timeline_of_log
+from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators, call_keys
 from keepbusy.log.rebuild import rebuild
-from keepbusy.timeline.model import EVERY_LANE, NONE, Kind, LinkKind, Timeline
+from keepbusy.timeline.model import EVERY_LANE, NONE, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
+from keepbusy.timeline.run_facts import RunFacts
 
 
 def timeline(written: HandwrittenLog, begins: tuple[float, ...] = ()) -> Timeline:
@@ -176,3 +179,153 @@ def test_the_rank_that_computes_more_is_late() -> None:
     told = keepbusy.explain(found)
     assert [fix.causes for fix in told.plan][:1] == [("peer_late",)]
     assert [(late.rank, str(late.where)) for late in told.late] == [(1, "train.py:5")]
+
+
+MAIN, OTHER = StackFrame("train.py", 9, "<module>"), StackFrame("train.py", 12, "<module>")
+
+
+def host_frames(of: Timeline, lane: int = 0) -> list[tuple[str, int, int]]:
+    """Each span of the host, what it stands in from the outside in, and from when to when, in microseconds."""
+    found = []
+    for row in of.rows_of(lane).tolist():
+        names, frame = [], int(of.spans.frame[row])
+        while frame != NONE:
+            names.append(of.names[of.frames.name[frame]])
+            frame = int(of.frames.parent[frame])
+        times = int(of.spans.start[row]) // US, int(of.spans.end[row]) // US
+        found.append((" | ".join(reversed(names)), *times))
+    return found
+
+
+def told_with(written: HandwrittenLog, host: HostSide) -> Timeline:
+    log = written.log()
+    taught = times(log, 2, 50)
+    return timeline_of_log(log, rebuild(log, taught), taught, host=host)
+
+
+def test_calls_of_threads_without_python_are_made_in_the_backward_pass_that_goes_on() -> None:
+    written = HandwrittenLog(stacks={1: (MAIN,)})
+    written.call("note", value=1, took=0, stack=1)
+    written.call("launch", 1, took=10, thread=1)
+    written.call("note", value=0, took=0, stack=1)
+    written.call("launch", 1, took=10, thread=1)
+    found = host_frames(told_with(written, HostSide(notes=("", "backward"))))
+    assert found == [("train.py(9): <module> | backward", 0, 10), ("", 10, 20)]
+
+
+def test_an_annotation_stands_within_the_lines_that_it_was_made_from() -> None:
+    step = StackFrame("train.py", 3, "step")
+    written = HandwrittenLog(stacks={1: (MAIN,), 2: (step, MAIN)})
+    written.call("note", value=1, took=0, stack=1)
+    written.call("launch", 1, took=10, stack=2)
+    written.call("note", value=0, took=0, stack=1)
+    written.call("launch", 1, took=10, stack=2)
+    found = host_frames(told_with(written, HostSide(notes=("", "Optimizer.step#SGD.step"))))
+    main = "train.py(9): <module>"
+    assert found == [
+        (f"{main} | Optimizer.step#SGD.step | train.py(3): step", 0, 10),
+        (f"{main} | train.py(3): step", 10, 20),
+    ]
+
+
+def test_looks_tell_what_the_host_did_between_two_calls_and_of_short_times_all_looks_together_do() -> None:
+    written = HandwrittenLog(stacks={1: (MAIN,)})
+    looks = []
+    for _ in range(4):
+        written.call("launch", 1, took=10, stack=1)
+        looks.append(round((written.now + 30) * US) if len(looks) % 2 else round((written.now + 70) * US))
+        written.now += 100
+    written.call("launch", 1, took=10, stack=1)
+    host = HostSide(look_times=looks, look_chains=[(OTHER,), (MAIN,), (OTHER,), (MAIN,)])
+    [first, *_] = [one for one in host_frames(told_with(written, host)) if one[1] == 10]
+    assert first == ("train.py(9): <module>", 10, 60)  # half of all looks, and the earlier ones, found it there
+    assert ("train.py(12): <module>", 60, 110) in host_frames(told_with(written, host))
+
+
+def test_what_only_a_look_has_told_is_no_visit_of_a_line() -> None:
+    written = HandwrittenLog(stacks={1: (MAIN,)})
+    written.call("launch", 1, took=10, stack=1)
+    look = round((written.now + 50) * US)
+    written.now += 100
+    written.call("launch", 1, took=10, stack=1)
+    log = written.log()
+    taught = times(log, 2, 50)
+    host = HostSide(look_times=[look], look_chains=[(OTHER,)])
+    built = LogTimeline(log, rebuild(log, taught), taught, 0, RunFacts(), host)
+    found = built.timeline(np.zeros(0, np.int64))
+    names = [found.names[name] for name in found.frames.name]
+    assert list(zip(names, built.exact_frames.tolist(), strict=True)) == [
+        ("train.py(9): <module>", True), ("train.py(12): <module>", False), ("train.py(9): <module>", True)
+    ]  # fmt: skip
+
+
+def test_operators_that_called_nothing_stand_where_the_profiler_saw_them() -> None:
+    written = HandwrittenLog(stacks={1: (MAIN,)})
+    written.call("launch", 1, took=10, stack=1)
+    written.now += 100
+    written.call("launch", 1, took=10, stack=1)
+    log = written.log()
+    first, second = call_keys(log)
+    operators = CallOperators(between={(first, second): [OperatorBetweenCalls(("aten::randn",), 0.2, 0.7)]})
+    operators.around[second][Operators(("aten::mul",), 0)] += 1
+    found = host_frames(told_with(written, HostSide(operators=operators)))
+    main = "train.py(9): <module>"
+    assert found[1:] == [
+        (main, 10, 30),
+        (f"{main} | aten::randn", 30, 80),
+        (main, 80, 110),
+        (f"{main} | aten::mul", 110, 120),
+    ]
+
+
+def test_each_thread_with_python_has_a_lane_of_its_own() -> None:
+    written = HandwrittenLog(stacks={1: (MAIN,), 2: (OTHER,)})
+    for stack, thread in ((1, 0), (1, 0), (2, 7)):
+        written.call("launch", 1, took=10, stack=stack, thread=thread)
+    found = told_with(written, HostSide())
+    assert [lane.name for lane in found.lanes] == ["program", "", "thread 1"]
+    assert host_frames(found, 2)[-1] == ("train.py(12): <module>", 20, 30)
+
+
+def test_a_large_copy_from_pageable_memory_ends_with_its_call() -> None:
+    written = HandwrittenLog()
+    written.call("launch", 64, took=4)
+    written.call("copy_to_gpu", value=1 << 20, took=90, flags=CallFlag.PAGEABLE)
+    found = timeline(written)
+    assert told(found, 0)[1:] == [("LAUNCH", 4, 9), ("SYNC", 9, 94)]
+    assert int(found.spans.end[found.rows_of(1)[1]]) == 94 * US - BACK
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4), st.booleans()), min_size=1, max_size=40),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=9, max_size=9),
+)
+def test_frames_are_those_of_a_stack_that_grows_and_shrinks(
+    visited: list[tuple[int, int, bool]], made_of: list[list[int]]
+) -> None:
+    """Against opening and closing them one after the other."""
+    chains = [(), *(tuple((FrameKind.LINE, f"{name}") for name in one) for one in made_of)]
+    chain = np.array([number + 1 for number, _, _ in visited])
+    exact = np.array([one for _, _, one in visited])
+    at_most = np.array([one for _, one, _ in visited])
+    start = 10 * np.arange(len(visited))
+    kinds, names = ([np.array([int(entry[part]) for entry in one], np.int64) for one in chains] for part in (0, 1))
+    found = frames_of(Visits(chain, start, start + 10, at_most, exact), chains, kinds, names)
+    opened: list[list[int]] = []  # name, parent, start, end, exact
+    stack: list[int] = []
+    for visit, (number, shared, is_exact) in enumerate(visited):
+        wanted, kept = made_of[number], 0
+        while kept < min(len(stack), len(wanted), shared):
+            same = opened[stack[kept]][0] == wanted[kept] and (opened[stack[kept]][4] or not is_exact)
+            if not same:
+                break
+            kept += 1
+        del stack[kept:]
+        for name in wanted[kept:]:
+            stack.append(len(opened))
+            opened.append([name, stack[-2] if len(stack) > 1 else NONE, 10 * visit, 0, is_exact])
+        for one in stack:
+            opened[one][3] = 10 * visit + 10
+        assert found.innermost[visit] == stack[-1]
+    columns = found.name, found.parent, found.start, found.end, found.is_exact
+    assert list(map(list, zip(*(one.tolist() for one in columns), strict=True))) == opened

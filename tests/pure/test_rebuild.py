@@ -226,3 +226,28 @@ def test_a_run_on_an_h100_closes_at_its_waits(name: str, tmp_path: Path) -> None
     assert run.known > 0.99
     assert np.median(np.abs(wrong)) < 2 * US
     assert np.median(run.errors()) < 0.03 if name == "graph" else not len(run.errors()[run.waits[0].row :])
+
+
+def test_a_large_copy_from_pageable_memory_ends_when_its_call_does() -> None:
+    written = HandwrittenLog()
+    written.call("launch", 64)
+    written.call("copy_to_gpu", value=1 << 20, took=400, flags=CallFlag.PAGEABLE)
+    written.call("launch", 1)
+    run = rebuilt(written, 2, 50)
+    assert run.end[1] == 401 * US - BACK
+    assert run.begin[1] == run.end[0] + GAP
+    assert run.begin[2] == 401 * US + LAUNCH
+    assert not run.waits
+
+
+@pytest.mark.parametrize("slower", [0.9, 1.0, 1.1])
+def test_a_full_queue_tells_how_fast_the_gpu_is(slower: float) -> None:
+    """No other wait does: the host only launches, and from the thousandth command on waits for room each time."""
+    written, room, each = HandwrittenLog(), 1000, 200.0 * slower
+    for number in range(6_000):
+        ready = (number - room) * each if number >= room else 0.0
+        written.call("launch", 1, took=max(2.0, ready - written.now))
+    run = rebuilt(written, 199)
+    assert run.end[-1] == pytest.approx(6_000 * each * US, rel=0.02)
+    lasted = run.end[3_000:-1_000] - run.begin[3_000:-1_000]
+    assert np.median(lasted) == pytest.approx(each * US, rel=0.02)

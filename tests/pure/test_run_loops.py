@@ -11,10 +11,10 @@ from virtual_programs import clock, operator
 
 from keepbusy.explain import explain
 from keepbusy.instrument.lines import Places
+from keepbusy.instrument.run_loops import RunLoops
 from keepbusy.timeline.model import NONE, FrameKind, Timeline
 from keepbusy.timeline.run_facts import IMPORTS, LINE, LOOP, Part
 from keepbusy.timeline.steps import commands_between, whole_steps
-from keepbusy.virtual.run_loops import RunLoops
 
 COUNTS = sys.version_info >= (3, 12)
 """Else turns are read off the lines that call the device, and are told where two statements call in each of them."""

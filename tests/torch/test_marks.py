@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from warm_python import PATIENCE, SOURCES, warm
 
 import keepbusy
-from keepbusy.recording.run_counters import KEPT_TURNS, Loaders, Pauses, without_processor
+from keepbusy.instrument.loader_uses import KEPT_TURNS, Loaders
+from keepbusy.recording.run_counters import Pauses, without_processor
 from keepbusy.recording.step_clock import SETTLING_MARKS, SILENT_AFTER, Cuda, Marks
 from keepbusy.timeline.run_facts import FiguresFile, PlainRun
 

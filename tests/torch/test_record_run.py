@@ -30,6 +30,7 @@ import sys
 import keepbusy.cli.program as recorded
 import keepbusy.recording.recorded_run as left
 recorded.is_possible = lambda: True
+recorded._logged = lambda *_: (None, "")  # there is no driver whose calls could be logged
 real = left._trace
 
 def pretended(folder, *rest):
@@ -96,6 +97,23 @@ def places(said: dict) -> set[tuple[str, int]]:
     found = [site["place"] for one in said["causes"] for site in one["sites"]]
     found += [one["place"] for one in said["harmless"]]
     return {(one["file"], one["line"]) for one in found}
+
+
+def test_what_is_longer_than_a_log_holds_is_recorded_closely_from_there_on(
+    tmp_path: Path, warm_python: WarmPython
+) -> None:
+    """The log of this one holds next to nothing."""
+    short = "import keepbusy.log.hostlog as hostlog\nhostlog.MOST_BYTES = 2 << 20\n"
+    pretence = "".join(line for line in PRETENCE.splitlines(keepends=True) if "_logged" not in line)
+    (tmp_path / "sitecustomize.py").write_text(pretence.replace("HERE", repr(str(HERE))) + short)
+    (tmp_path / "train.py").write_text(LOOP.replace("STEPS", "2000"))
+    path = os.pathsep.join([str(tmp_path), str(SOURCES)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = warm_python.keepbusy("run", "--json", "train.py", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert any(note.startswith("The run is longer than a log holds") for note in said["notes"])
+    assert said["plain_runs"][0]["steps"] > 500
 
 
 def test_the_report_names_exact_lines_and_says_what_was_recorded(record, tmp_path: Path) -> None:

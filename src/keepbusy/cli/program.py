@@ -30,18 +30,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from keepbusy.cli import line_of, screen
 from keepbusy.instrument.processes import KeptDescriptor, high_copy, make_folder
 from keepbusy.instrument.script import flush
+from keepbusy.log import hostlog
 from keepbusy.timeline.files import BadInput, lock, remove_stale, write_whole
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.model import Lane, Spans, Timeline
 from keepbusy.timeline.run_facts import CutShort
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.log.program_log import ProgramLog
     from keepbusy.recording.recorder import Run
     from keepbusy.timeline.run_facts import Figures, Part
 
 # Where there is a GPU: the program in a child process, and the report of what it left
 
 DRIVER = Path("/dev/nvidiactl")
+LATER = "later"
+"""In a run's folder, what was recorded after the log was full."""
 KEEP = "KEEPBUSY_KEEP"
 """Names a folder in which the profiler's traces are to stay."""
 _REPORTING = ("keepbusy.recording.recorded_run", "keepbusy.explain", "keepbusy.report.verdict")
@@ -70,6 +74,7 @@ def run_supervised(
     """Does not come back: it ends as the program ended. `explained` is asked while it runs, if somebody looks on."""
     kept = os.environ.get(KEEP)
     folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept)) if kept else make_folder()
+    hostlog.build()
     meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
     child = ProgramProcess(lambda over: _watched(program, folder, options, over))
     streams.until = child.wait
@@ -100,21 +105,44 @@ def _is_seen(options: argparse.Namespace) -> bool:
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
     from keepbusy.instrument.script import Ending, cut_short
 
-    watched: Run | None = None
+    watched: Run | ProgramLog | None = None
 
     def finish() -> None:
         if watched is not None:  # nobody has ended it before it began
             watched.end(cut_short(ending.signal))
         over()
 
-    ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
-    from keepbusy.recording.recorder import RunOptions, start
+    def record_closely(into: Path, why: str) -> None:
+        from keepbusy.recording.recorder import RunOptions, start
 
-    watched = start(RunOptions(str(folder), meet(), options.after, _is_seen(options), options.memory))
+        nonlocal watched
+        recording = start(RunOptions(str(into), meet(), options.after, _is_seen(options), options.memory))
+        recording.notes += [why] if why else []
+        watched = recording
+
+    def go_on() -> None:
+        """The run is longer than its log holds: from here on a few iterations stand for the others."""
+        if watched is not None:
+            watched.end()
+        record_closely(folder / LATER, "The run is longer than a log holds: its first part is not in this report.")
+
+    ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
+    watched, why = _logged(folder, options, go_on)
+    if watched is None:
+        record_closely(folder, f"The run is not recorded whole: {why}." if why else "")
     code = program()
     if code < 0:
         ending.by(-code)
     return code if code >= 0 else 128 - code
+
+
+def _logged(folder: Path, options: argparse.Namespace, full: Callable[[], object]) -> tuple[ProgramLog | None, str]:
+    """No log where a few iterations are recorded closely instead: on demand, or because of what is said then."""
+    if options.after is not None or options.memory or options.live or world() > 1:
+        return None, ""
+    from keepbusy.log.program_log import start
+
+    return start(folder, full)
 
 
 def meet() -> str:
@@ -126,7 +154,14 @@ def meet() -> str:
 
 def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | None:
     """What all processes of this rank left, and on the first rank what all ranks did."""
-    timelines, why = _left(folder, source)
+    from keepbusy.log import logged_run
+
+    later = folder / LATER
+    timelines, why = _left(later, source) if later.exists() else ([], [])
+    if not timelines:
+        if logged_run.was_logged(folder):
+            return _whole_from_logs(folder, source)
+        timelines, why = _left(folder, source)
     if world() > 1:
         timelines, why = shared(timelines, why)
     whole = _without_turns(folder, source, why) if why and not timelines else None
@@ -137,6 +172,17 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
     from keepbusy.recording.recorded_run import together
 
     return together(timelines)
+
+
+def _whole_from_logs(folder: Path, source: str) -> Timeline:
+    """All processes of the program are rebuilt together."""
+    from keepbusy.log import logged_run
+    from keepbusy.timeline.steps import without_first_steps
+
+    processes = logged_run.read_processes(folder)
+    if not processes:
+        return Timeline((Lane(0, None, 0),), (), Spans.of(0)).change_facts(source=source, logged=True)
+    return without_first_steps(logged_run.timeline_of_processes(processes, source))
 
 
 def _cut_short(folder: Path, killed_by: str | None) -> CutShort | None:

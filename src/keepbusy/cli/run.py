@@ -308,7 +308,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
             mine = timeline(source=options.script).change_facts(cut_short=cut_short(ending.signal))
             whole = mine if options.alike else program.gathered(mine)
             if whole is not None:
-                _report(virtual_run.steady(whole), options, streams)
+                _report(without_first_steps(whole), options, streams)
                 # it is measured, and what a CI job keeps shall be the same in every run
                 watched = streams.complains_to_terminal and not options.quiet
                 if watched and MACHINE.uncounted and (left_out := MACHINE.uncounted.sentence()):
@@ -319,6 +319,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     left = RunFolder()  # before the report is registered: it goes after it
     ending = Ending(finish, in_handler=False)
     # imported now: the exit handlers of what PyTorch imports, such as logging's, run before the report
+    from keepbusy.timeline.steps import without_first_steps
     from keepbusy.virtual import virtual_run
     from keepbusy.virtual.clock.real_time import tell_slow_values
     from keepbusy.virtual.machine import MACHINE

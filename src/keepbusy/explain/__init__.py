@@ -85,7 +85,7 @@ def explain(
     timeline = within_its_loop(timeline)
     known = timeline.facts.plain_step or turn_of_part(timeline)
     loop = timeline.facts.own_loop
-    if known is None and loop is not None and loop.turns and not timeline.facts.virtual:
+    if known is None and loop is not None and loop.turns and not timeline.facts.is_whole:
         known = loop.usual  # where no steps were timed, what a turn of the recorded loop usually takes
     try:
         return told(timeline, known)
@@ -143,7 +143,7 @@ def _explained(
     story = Story.of(window, plain_step, workers)
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    told = story.diagnosis(whole, plain_step is not None or timeline.facts.virtual, what_if)
+    told = story.diagnosis(whole, plain_step is not None or timeline.facts.is_whole, what_if)
     say("searching for the plan", 0.7)
     plan, run = plan_of(story.scene, story.forecast, story.found), timeline.facts.run
     rare = _rare_steps(timeline, told, workers)
@@ -183,7 +183,7 @@ def _stretches(timeline: Timeline) -> tuple[int, ...]:
     facts, steps = timeline.facts, np.zeros(0, np.int64)
     if facts.plain_runs:
         steps = np.array(next(iter(facts.plain_runs.values())).course.step, np.int64)
-    elif facts.virtual and len(timeline.marks):
+    elif facts.is_whole and len(timeline.marks):
         steps = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
     if len(steps) < 2 * _STRETCHES:
         return ()
@@ -306,7 +306,7 @@ def _steps_of_run(timeline: Timeline, whole: Timeline) -> int:
     marked = max((one.steps + one.warm_up for one in facts.plain_runs.values()), default=0)
     if around is not None and 2 * around.turns < marked:  # most of them in another loop, which is not the one recorded
         return around.turns
-    if not timeline.facts.virtual or timeline.facts.plain_runs:
+    if not timeline.facts.is_whole or timeline.facts.plain_runs:
         return 0
     marked, steps = len(timeline.marks_of(timeline.ranks[0])), len(whole.marks_of(whole.ranks[0]))
     return round(steps * (timeline.facts.first_steps + marked) / (marked - 1)) if marked > steps > 1 else steps

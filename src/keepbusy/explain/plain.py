@@ -133,7 +133,7 @@ def turn_of_part(timeline: Timeline) -> int | None:
     """What a step takes of which only a part was recorded, or a turn that nobody marked; None of other windows."""
     facts = timeline.facts
     steps = [run.step for run in facts.plain_runs.values() if run.steps]
-    if not facts.one_turn or facts.reason is not None or facts.virtual or facts.plain_step is not None:
+    if not facts.one_turn or facts.reason is not None or facts.is_whole or facts.plain_step is not None:
         return None
     loop = facts.own_loop
     return max(steps, default=loop.usual if loop is not None and loop.turns else 0) or None

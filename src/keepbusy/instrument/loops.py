@@ -127,6 +127,7 @@ class LoopWatch:
         self,
         clock: Callable[[], int] = time.perf_counter_ns,
         frame: Callable[[], FrameType | None] | None = None,
+        counts_turns: bool = COUNTS_TURNS,
     ) -> None:
         """Of the thread that makes it, or of wherever `frame` finds."""
         self.looks = Looks(began=clock())
@@ -149,7 +150,7 @@ class LoopWatch:
         )  # free once nothing is to be looked at any more; cheaper to wait for than an event
         self._stop.acquire()
         self._thread: UnseenThread | None = None
-        self._counters = TurnCounters(self.looks, clock) if COUNTS_TURNS else None
+        self._counters = TurnCounters(self.looks, clock) if counts_turns else None
 
     def follow(self, loops: frozenset[tuple[int, int]], on_turn: Callable[[], object] | None) -> None:
         """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""

@@ -147,6 +147,16 @@ def run_plainly(function: Any) -> None:
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
+def called_plainly(function: Function) -> Function:
+    """As `run_plainly`, but for what it calls, which is compiled as if it were called without it."""
+    from torch._C._dynamo import eval_frame
+
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def admit_lazy_parameters(patches: Patches) -> None:
     """Parameters without a shape know the methods that they may be asked for by identity, so they are told the new."""
     from torch import Tensor

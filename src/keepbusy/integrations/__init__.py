@@ -152,9 +152,9 @@ def _steady(timeline: Timeline) -> Timeline:
     """A virtual run begins with the program; a recording does not."""
     if not timeline.facts.virtual:
         return timeline
-    from keepbusy.virtual.virtual_run import steady
+    from keepbusy.timeline.steps import without_first_steps
 
-    return steady(timeline)
+    return without_first_steps(timeline)
 
 
 def _machine() -> Any:

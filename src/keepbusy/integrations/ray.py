@@ -85,9 +85,9 @@ def _together(timelines: Sequence[Timeline]) -> Timeline:
 
         return together(timelines)
     from keepbusy.timeline.ranks import merge
-    from keepbusy.virtual.virtual_run import steady
+    from keepbusy.timeline.steps import without_first_steps
 
-    return steady(merge(timelines))
+    return without_first_steps(merge(timelines))
 
 
 # A cluster without GPUs: ray.init(num_gpus=4), ScalingConfig(use_gpu=True), and these

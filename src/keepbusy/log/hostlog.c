@@ -46,7 +46,7 @@ typedef int result; /* CUresult and ncclResult_t: 0 is success */
     X(stream_create) X(stream_destroy) X(capture_begin) X(capture_end) X(graph_create) X(graph_destroy)                \
     X(allocate) X(free) X(allocate_host) X(free_host) X(register_host) X(unregister_host) X(map_memory)                \
     X(unmap_memory) X(load_code) X(unload_code) X(all_reduce) X(broadcast) X(reduce) X(all_gather) X(reduce_scatter)   \
-    X(send) X(receive) X(group_start) X(group_end) X(communicator)
+    X(send) X(receive) X(group_start) X(group_end) X(communicator) X(note)
 enum kind {
     NO_KIND,
 #define X(name) KIND_##name,
@@ -62,7 +62,7 @@ static const char *const kind_names[] = {
 
 struct row {
     u64 begin;  /* ticks; lines of `names` say when they were; 0: no row was written here */
-    u64 value;  /* bytes, an event, a graph, elements of a collective: by kind */
+    u64 value;  /* bytes, an event, a graph, elements of a collective, a note: by kind */
     u32 took;   /* ticks; with the highest bit, units of 1024 ticks */
     u32 call;   /* number of a "call" in `names`: kind, function, shape */
     u32 stack;  /* number of a "stack"; 0: this thread runs no Python */
@@ -1071,6 +1071,12 @@ const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, cons
     atomic_store(&on, true);
     scan();
     return NULL;
+}
+
+/* The program says what it does now: `value` means something to it, and stands in a row with its stack. */
+void hostlog_note(u64 value) {
+    if (atomic_load(&on))
+        put(call_number(KIND_note, NULL, NULL), stack_hash(), now(), 0, value, 0, 0);
 }
 
 /* Calls that are made meanwhile leave no row. */

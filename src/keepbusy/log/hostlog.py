@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
-LIBRARY = Path(__file__).with_name("libhostlog.so")
-MOST_BYTES = 2 << 30
-"""Of rows: some 67 million calls."""
+SOURCE = Path(__file__).with_name("hostlog.c")
+LIBRARY = SOURCE.with_name("libhostlog.so")
+_COMPILED_WITH = ("-O2", "-std=gnu11", "-shared", "-fPIC")
+MOST_BYTES = 48 << 20
+"""Of rows: 1.5 million calls, which are explained in half a minute."""
 
 
 class PythonLayout(ctypes.Structure):
@@ -31,11 +37,38 @@ class PythonLayout(ctypes.Structure):
     )
 
 
+def build() -> str:
+    """Compiles the library into the user's cache, if it is not there. Returns why it cannot, or an empty string."""
+    path = _path()
+    if path.exists():
+        return ""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "there is no C compiler; install gcc"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, *_COMPILED_WITH, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            made.replace(path)  # several processes may do so at once
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{compiler} could not compile {SOURCE} ({error})"
+    return ""
+
+
+def _path() -> Path:
+    if LIBRARY.exists():
+        return LIBRARY
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache_folder / "keepbusy" / f"hostlog-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+
+
 def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
     """Begins to log into the files `rows` and `names` of this folder. Returns why it cannot, or an empty string."""
     library = _library()
     if library is None:
-        return f"{LIBRARY.name} is missing: compile hostlog.c to {LIBRARY}"
+        return f"{_path()} is missing"
     files = [
         os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) for name in ("rows", "names")
     ]
@@ -50,10 +83,22 @@ def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
     return ""
 
 
+def reads_stacks() -> bool:
+    """Whether rows will say from which lines of Python calls come: the layout of this Python's frames is known."""
+    library = _library()
+    return library is not None and _layout(library) is not None
+
+
 def pause(paused: bool) -> None:
     """Calls made meanwhile leave no row."""
     if (library := _library()) is not None:
         library.hostlog_pause(paused)
+
+
+def note(value: int) -> None:
+    """A row with the stack of the caller, which is to say what the program does now."""
+    if (library := _library()) is not None:
+        library.hostlog_note(value)
 
 
 def stop() -> str:
@@ -74,11 +119,12 @@ def _counter_is_a_clock() -> bool:
 @cache
 def _library() -> ctypes.PyDLL | None:
     try:
-        library = ctypes.PyDLL(str(LIBRARY))
+        library = ctypes.PyDLL(str(_path()))
     except OSError:
         return None
     library.hostlog_start.restype = library.hostlog_stop.restype = ctypes.c_char_p
     library.hostlog_start.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p)
+    library.hostlog_note.argtypes = (ctypes.c_uint64,)
     library.hostlog_stack.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
     return library
 

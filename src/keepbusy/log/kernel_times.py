@@ -37,6 +37,7 @@ class DeviceEvent(NamedTuple):
     issued: float  # when the call began that issued it; NaN if the profiler has not seen that
     start: float
     duration: float
+    name: str = ""
 
 
 def device_events(trace: Iterable[dict[str, Any]]) -> list[DeviceEvent]:
@@ -49,7 +50,9 @@ def device_events(trace: Iterable[dict[str, Any]]) -> list[DeviceEvent]:
         elif event.get("cat") in _KINDS:
             args, start = event["args"], 1e3 * event["ts"]
             shape = tuple(args.get("grid", ())), tuple(args.get("block", ()))
-            seen = DeviceEvent(_KINDS[event["cat"]], *shape, args["stream"], np.nan, start, 1e3 * event["dur"])
+            seen = DeviceEvent(
+                _KINDS[event["cat"]], *shape, args["stream"], np.nan, start, 1e3 * event["dur"], event.get("name", "")
+            )
             found.append((correlation, seen))
     found.sort(key=lambda one: (one[0], one[1].start))
     return [event._replace(issued=issued.get(correlation, np.nan)) for correlation, event in found]
@@ -61,6 +64,8 @@ class KernelTimes:
 
     durations: dict[Key, float] = field(default_factory=dict)
     fastest: dict[Key, float] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    """Of kernels, by call, as the profiler shows them."""
     by_function: dict[int, float] = field(default_factory=dict)
     """Of a kernel, whatever its grid."""
     copies: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
@@ -104,10 +109,12 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
     issuers, described = issuers[inside], described[inside]
     matched = _matched(log, described, events)
     keys, which = _keys(log, described)
-    seen = defaultdict[Key, list[float]](list)
+    seen, names = defaultdict[Key, list[float]](list), dict[int, str]()
     for at, event in matched:
         seen[keys[which[at]]].append(event.duration)
+        names.setdefault(keys[which[at]][0], event.name)
     times = KernelTimes({key: float(np.median(durations)) for key, durations in seen.items()})
+    times.names = names
     times.fastest = {key: min(durations) for key, durations in seen.items()}
     by_function = defaultdict[int, list[float]](list)
     by_kind = defaultdict[tuple[str, int], list[tuple[int, float]]](list)

@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import takewhile
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from keepbusy.instrument.loop_counts import CodeObjects
 from keepbusy.log.device_commands import collective_of
+from keepbusy.log.host_frames import (
+    NOWHERE,
+    Chains,
+    FrameColumns,
+    LooksBetweenCalls,
+    Noted,
+    SourceLines,
+    Visits,
+    frames_of,
+    table_of,
+    with_operators,
+)
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, StackFrame
+from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame
+from keepbusy.log.profiler_window import CallKey, CallOperators, Operators, call_keys
 from keepbusy.log.rebuild import SYNCS, RebuiltRun
 from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import (
     EVERY_LANE,
     NONE,
+    STAGED_BYTES,
     UNRECORDED,
     Direction,
-    FrameKind,
-    Frames,
+    Floats,
     Ints,
     Kind,
     Lane,
     LinkKind,
     Links,
+    Mask,
     Spans,
     Timeline,
     settle,
 )
 from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.traces.kineto_names import NAMES_OF_CALLS
 
 _ALLOCATING = ("allocate", "free", "allocate_host", "free_host", "register_host", "unregister_host", "map_memory")
+_WAITING_FOR_ALL = ("free", "free_host", "unregister_host")
+"""Of these, those that wait for the GPU."""
 _COPIES = {
     "copy_to_gpu": Direction.HOST_TO_DEVICE,
     "copy_to_host": Direction.DEVICE_TO_HOST,
@@ -42,232 +61,395 @@ _COPIES = {
 _ELEMENT_SIZES = {0: 1, 1: 1, 4: 8, 5: 8, 6: 2, 8: 8, 9: 2, 10: 1, 11: 1}
 """Bytes of NCCL's types; of those that are missing, 4."""
 _KINDS = {"launch": Kind.KERNEL, "set_memory": Kind.FILL}
-_RAN_NOTHING, _PAGEABLE, _BLOCKING = (
-    int(flags) for flags in (CallFlag.CAPTURED | CallFlag.FAILED, CallFlag.PAGEABLE, CallFlag.BLOCKING)
-)
+_PAGEABLE, _BLOCKING = (int(flag) for flag in (CallFlag.PAGEABLE, CallFlag.BLOCKING))
 _HOST_LANE = 0
+_LONG_GAP = 50_000
+"""Nanoseconds between two calls for which it is asked what the host did."""
+_CALL, _COMMANDS, _WAIT = 1 << 40, 1 << 41, 1 << 42
+"""Places of spans that come from one row: after what the host did before, the call, its commands, and its wait."""
+
+
+@dataclass
+class HostSide:
+    """What is known of the host beside its calls."""
+
+    began: int = 0
+    ended: int = 0
+    """Of the run, on the log's clock; 0 where it is not known."""
+    notes: Sequence[str] = ("",)
+    """By number; number 0 ends what was noted last."""
+    operators: CallOperators = field(default_factory=CallOperators)
+    look_times: Sequence[int] = ()
+    look_chains: Sequence[tuple[StackFrame, ...]] = ()
+    """Of each look, where the program was, from the outside in."""
+    codes: CodeObjects = field(default_factory=lambda: CodeObjects(lambda _: ""))
 
 
 def timeline_of_log(
-    log: DriverLog, run: RebuiltRun, times: KernelTimes, begins: Iterable[int] = (), rank: int = 0, **facts: object
+    log: DriverLog,
+    run: RebuiltRun,
+    times: KernelTimes,
+    begins: Iterable[int] = (),
+    rank: int = 0,
+    host: HostSide | None = None,
+    **facts: object,
 ) -> Timeline:
-    """`begins`: when iterations began, on the log's clock. One lane has all of the host: while the backward pass
-    launches from a thread of its own, the program's thread waits for it."""
+    """`begins`: when iterations began, on the log's clock."""
     about = RunFacts(**facts)  # type: ignore[arg-type]
-    return _Building(log, run, times, rank, about).timeline(np.array([*begins], np.int64))
+    return LogTimeline(log, run, times, rank, about, host or HostSide()).timeline(np.array([*begins], np.int64))
 
 
-class _SpanRow(NamedTuple):
-    lane: int
-    kind: Kind
-    name: int
-    start: float
-    end: float
-    frame: int = NONE
-    awaits: int = NONE
-    group: int = NONE
-    size: int = 0
-    direction: int = 0
-    pinned: int = NONE
+@dataclass
+class _HostEvents:
+    """The rows that tell what a thread does: its calls, and its notes. All times count from the run's begin."""
+
+    row: Ints
+    begin: Floats
+    end: Floats
+    reached: Floats
+    """When the one before had ended."""
+    lines: Ints
+    """The chain of each, without operators."""
+    chain: Ints
+    shared: Ints
+    """So many frames it may have in common with the one before."""
 
 
-class _OpenFrames:
-    """Python's stack from call to call: what two calls in a row share has not ended in between."""
+class LogTimeline:
+    """Builds it. `source_lines` has the code objects of its lines then, `exact_frames` those that calls tell of."""
 
-    def __init__(self, names: _Names, folder: str) -> None:
-        self._names, self._folder = names, f"{folder.rstrip('/')}/"
-        self._open: list[tuple[StackFrame, int]] = []
-        self._stack: Sequence[StackFrame] = ()
-        self._reached = 0.0  # the end of the last call
-        self.name, self.parent = list[int](), list[int]()
-        self.start, self.end = list[float](), list[float]()
-
-    def at(self, stack: Sequence[StackFrame], start: float, end: float) -> int:
-        """The innermost frame of a call. `stack`: innermost first."""
-        if stack is not self._stack:
-            self._stack = stack
-            self._go_to(stack, start)
-        self._reached = end
-        return self._open[-1][1]
-
-    def _go_to(self, stack: Sequence[StackFrame], start: float) -> None:
-        wanted = [*reversed(stack)]
-        same = len([*takewhile(lambda pair: pair[0][0] == pair[1], zip(self._open, wanted, strict=False))])
-        self.close(same)
-        for frame in wanted[same:]:
-            self.parent.append(self._open[-1][1] if self._open else NONE)
-            self.name.append(self._names.number(f"{self._shown(frame.file)}({frame.line}): {frame.function}"))
-            self.start.append(start)
-            self.end.append(start)
-            self._open.append((frame, len(self.name) - 1))
-
-    def close(self, kept: int = 0) -> None:
-        """All but the outermost ones: they went on until the last call had ended."""
-        for _, number in self._open[kept:]:
-            self.end[number] = self._reached
-        del self._open[kept:]
-
-    def table(self) -> Frames:
-        return Frames.of(
-            len(self.name),
-            lane=_HOST_LANE,
-            kind=FrameKind.LINE,
-            name=self.name,
-            parent=self.parent,
-            start=np.array(self.start, np.int64),
-            end=np.array(self.end, np.int64),
-        )
-
-    def _shown(self, file: str) -> str:
-        """As the profiler shows it: below the run's folder, and of what is installed from the package on."""
-        return file.rpartition("/site-packages/")[2].removeprefix(self._folder)
-
-
-class _Names:
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        return self._numbers.setdefault(name, len(self._numbers))
-
-    def all(self) -> tuple[str, ...]:
-        return tuple(self._numbers)
-
-
-class _LoggedCall(NamedTuple):
-    """A row of the log. Times count from the first one."""
-
-    begin: float
-    end: float
-    stream: int
-    value: int
-    stack: int
-    flags: int
-    about: DriverCall
-    collective: int
-    """Of a launch of NCCL's kernel: the row of NCCL's call."""
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Of a copy: whether the call returns once it is done."""
-        waits = self.flags & (_PAGEABLE | _BLOCKING)
-        return bool(waits) and self.about.kind in ("copy_to_host", "copy")
-
-
-class _Building:
-    def __init__(self, log: DriverLog, run: RebuiltRun, times: KernelTimes, rank: int, facts: RunFacts) -> None:
-        self._log, self._run, self._times, self._rank, self._facts = log, run, times, rank, facts
-        self._origin = int(log.begin[0]) if len(log.begin) else 0
-        self._calls = [*self._logged_calls()]
-        self._names = _Names()
-        self._spans, self._frames = list[_SpanRow](), _OpenFrames(self._names, facts.folder)
+    def __init__(
+        self, log: DriverLog, run: RebuiltRun, times: KernelTimes, rank: int, facts: RunFacts, host: HostSide
+    ) -> None:
+        self._log, self._run, self._times, self._rank, self._facts, self._host = log, run, times, rank, facts, host
+        self._origin = host.began or (int(log.begin[0]) if len(log.begin) else 0)
+        self._kinds = log.kinds()
+        self.source_lines = SourceLines(host.codes)
+        self.exact_frames = np.zeros(0, bool)
+        self._chains = Chains(self.source_lines, log.stacks, host.notes)
+        self._names: dict[str, int] = {}
+        self._keys = call_keys(log)
+        self._collective = collective_of(log)
         streams = np.unique(log.rows["stream"][run.issuers]).tolist()
         self._lanes = {stream: 1 + number for number, stream in enumerate(streams)}
-        self._links = list[tuple[int, int, int]]()
-        self._last = dict[int, int]()  # by lane: the span that it did last
-        self._events = dict[int, int]()  # the command that each event was recorded after
-        self._held = dict[int, list[int]]()  # by lane: commands that its next one waits for
-        self._reached = 0.0
-        self._groups = {
-            line["communicator"]: (line["id"] & 0x7FFFFFFF, line["ranks"]) for line in log.communicators if "id" in line
-        }
+        self._lane_of_row = self._threads()
+        flags, has_commands = log.rows["flags"], np.zeros(len(log.rows), bool)
+        has_commands[run.issuers] = True
+        ran = flags & (CallFlag.CAPTURED | CallFlag.FAILED) == 0
+        self._is_launch = has_commands & ran
+        self._is_sync = np.isin(self._kinds, SYNCS) & ran & ~has_commands
+        self._is_allocation = np.isin(self._kinds, _ALLOCATING) & ran & ~has_commands
+        self._is_note = self._kinds == "note"
+        self._is_waited_for = self._is_launch & _is_waited_for(log, self._kinds)
 
-    def _logged_calls(self) -> Iterator[_LoggedCall]:
-        rows, begin = self._log.rows, self._log.begin - self._origin
-        columns = [rows[name].tolist() for name in ("stream", "value", "stack", "flags")]
-        about = [self._log.calls[number] for number in rows["call"].tolist()]
-        times = begin.astype(float).tolist(), (begin + self._log.took).astype(float).tolist()
-        return map(_LoggedCall, *times, *columns, about, collective_of(self._log).tolist())
+    def _threads(self) -> Ints:
+        """The lane of each row. A thread without Python is PyTorch's own and works for the one with most calls."""
+        thread, has_stack = self._log.rows["thread"], self._log.rows["stack"] != 0
+        found, counts = np.unique(thread[has_stack], return_counts=True)
+        lane_of = np.zeros(256, np.int64)
+        for place, number in enumerate(found[np.argsort(-counts, kind="stable")][1:].tolist()):
+            lane_of[number] = 1 + len(self._lanes) + place
+        return lane_of[thread]
+
+    def _number(self, name: str) -> int:
+        return self._names.setdefault(name, len(self._names))
 
     def timeline(self, begins: Ints) -> Timeline:
-        first_of = np.searchsorted(self._run.issuers, np.arange(len(self._calls) + 1)).tolist()
-        commands = [*self._commands()]
-        for row, one in enumerate(self._calls):
-            if not one.flags & _RAN_NOTHING:
-                self._call(one, commands[first_of[row] : first_of[row + 1]])
-        self._frames.close()
-        names = (*self._names.all(), UNRECORDED)
-        spans, frames = self._table(), self._frames
-        lanes = (Lane(self._rank, None, 0, "program"), *(Lane(self._rank, 0, stream) for stream in self._lanes))
-        links = np.array(self._links, np.int64).reshape(-1, 3)
+        log, run, origin = self._log, self._run, self._origin
+        told = self._is_launch | self._is_sync | self._is_allocation | self._is_note
+        lanes = [_HOST_LANE, *(lane for lane in np.unique(self._lane_of_row).tolist() if lane != _HOST_LANE)]
+        parts, columns = list[Spans](), dict[int, FrameColumns]()
+        rows, places = list[Ints](), list[Ints]()
+        frame_at = list[tuple[int, Ints]]()
+        for lane in lanes:
+            events = self._events(np.flatnonzero(told & (self._lane_of_row == lane)))
+            spans, visits, visit_of_span, row, place = self._host_spans(events, lane)
+            chain_kinds = [np.array([entry[0] for entry in chain], np.int64) for chain in self._chains.known]
+            chain_names = [
+                np.array([self._number(name) for _, name in chain], np.int64) for chain in self._chains.known
+            ]
+            columns[lane] = frames_of(visits, self._chains.known, chain_kinds, chain_names)
+            innermost = np.append(columns[lane].innermost, NONE)
+            frame_at.append((lane, innermost[visit_of_span]))
+            parts.append(spans)
+            rows.append(row)
+            places.append(place)
+        frames, self.exact_frames, firsts = table_of(columns)
+        parts = [
+            one.change(frame=np.where(frame == NONE, NONE, frame + firsts[lane]))
+            for one, (lane, frame) in zip(parts, frame_at, strict=True)
+        ]
+        commands = self._command_spans()
+        of_issuer = np.arange(len(run.issuers)) - np.searchsorted(run.issuers, run.issuers)
+        rows.append(run.issuers)
+        places.append(_COMMANDS + of_issuer)
+        spans = Spans.concatenate([*parts, commands])
+        order = np.lexsort((np.concatenate(places), np.concatenate(rows)))
+        spans = spans.take(order)
+        new = np.empty(len(order), np.int64)
+        new[order] = np.arange(len(order))
+        command_rows = new[len(order) - len(commands) :]
+        calls = np.full(len(log.rows), NONE, np.int64)
+        is_call = np.concatenate(places) == _CALL
+        calls[np.concatenate(rows)[is_call]] = new[is_call]
+        names = (*self._names, UNRECORDED)
+        spans = described(spans, names)
+        host_lanes = (Lane(self._rank, None, lane, f"thread {lane - len(self._lanes)}") for lane in lanes[1:])
+        groups = {line["id"] & 0x7FFFFFFF: line["ranks"] for line in log.communicators if "id" in line}
         timeline = Timeline(
-            lanes=lanes,
+            lanes=(
+                Lane(self._rank, None, 0, "program"),
+                *(Lane(self._rank, 0, stream) for stream in self._lanes),
+                *host_lanes,
+            ),
             names=names,
-            spans=described(spans, names),
-            links=Links.of(len(links), source=links[:, 0], target=links[:, 1], kind=links[:, 2]),
-            frames=described(frames.table(), names),
-            facts=replace(self._facts, groups=dict(self._groups.values())),
+            spans=spans,
+            links=self._links(calls, command_rows),
+            frames=described(frames, names),
+            facts=replace(self._facts, groups=groups),
         )
         host = timeline.rows_of(_HOST_LANE)
-        marks = np.searchsorted(spans.start[host], begins - self._origin)
+        marks = np.searchsorted(spans.start[host], begins - origin)
         return settle(timeline.change(marks=np.unique(host[marks[marks < len(host)]])))
 
-    def _commands(self) -> Iterator[tuple[_LoggedCall, float, float]]:
-        """What each is, and when it ran."""
-        begin, end = ((one - self._origin).tolist() for one in (self._run.begin, self._run.end))
-        return zip((self._calls[row] for row in self._run.described.tolist()), begin, end, strict=True)
-
-    def _table(self) -> Spans:
-        columns = dict(zip(_SpanRow._fields, map(np.array, zip(*self._spans, strict=True)), strict=False))
-        for name in ("start", "end") if columns else ():
-            columns[name] = np.round(columns[name]).astype(np.int64)
-        return Spans.of(len(self._spans), **columns)
-
-    def _on_host(self, kind: Kind, name: str, start: float, end: float, frame: int, awaits: int = NONE) -> int:
-        self._spans.append(_SpanRow(_HOST_LANE, kind, self._names.number(name), start, end, frame, awaits))
-        return len(self._spans) - 1
-
-    def _call(self, one: _LoggedCall, commands: Sequence[tuple[_LoggedCall, float, float]]) -> None:
-        kind, lane = one.about.kind, self._lanes.get(one.stream, NONE)
-        if kind == "event_record" and lane in self._last:
-            self._events[one.value] = self._last[lane]
-        elif kind == "event_wait" and one.value in self._events and lane != NONE:
-            self._held.setdefault(lane, []).append(self._events[one.value])
-        if not (commands or kind in SYNCS or kind in _ALLOCATING):
-            return
-        begin = max(self._reached, one.begin)
-        end = max(begin, one.end)
-        stack = self._log.stacks.get(one.stack, ())
-        frame = self._frames.at(stack, begin, end) if stack else NONE
-        if begin > self._reached:
-            self._on_host(Kind.WORK, "work", self._reached, begin, frame)
-        self._reached = end
-        if commands:
-            # a copy that the caller waits for is a launch and a wait
-            launched = min(end, begin + self._times.launch) if one.is_waited_for else end
-            launch = self._on_host(Kind.LAUNCH, kind, begin, launched, frame)
-            for command in commands:
-                self._command(*command, launch, lane)
-            if one.is_waited_for:
-                self._on_host(Kind.SYNC, kind, launched, end, frame, lane)
-        elif kind in SYNCS:
-            awaits = {"stream_sync": lane, "context_sync": EVERY_LANE}.get(kind, NONE)
-            span = self._on_host(Kind.SYNC, kind, begin, end, frame, awaits)
-            if kind == "event_sync" and one.value in self._events:
-                self._links.append((self._events[one.value], span, LinkKind.ORDER))
-        else:
-            self._on_host(Kind.ALLOCATE, kind, begin, end, frame)
-
-    def _command(self, one: _LoggedCall, start: float, end: float, launch: int, lane: int) -> None:
-        kind, size, group = _KINDS.get(one.about.kind, Kind.COPY), one.value, NONE
-        if one.collective != NONE:
-            collective = self._calls[one.collective]
-            kind, size = Kind.COLLECTIVE, collective.value * _ELEMENT_SIZES.get(collective.about.grid[0], 4)
-            group = self._groups.get(collective.about.function, (NONE, 0))[0]
-        span = len(self._spans)
-        self._spans.append(
-            _SpanRow(
-                lane,
-                kind,
-                self._names.number(one.about.name or one.about.kind),
-                start,
-                end,
-                group=group,
-                size=0 if kind == Kind.KERNEL else size,
-                direction=_COPIES.get(one.about.kind, Direction.UNKNOWN),
-                pinned=NONE if kind != Kind.COPY else int(not one.flags & _PAGEABLE),
-            )
+    def _events(self, rows: Ints) -> _HostEvents:
+        log = self._log
+        begin = (log.begin[rows] - self._origin).astype(np.float64)
+        latest = np.maximum.accumulate(begin + log.took[rows]) if len(rows) else begin
+        reached = np.concatenate([[0.0], latest])[:-1]
+        begin = np.maximum(begin, reached)
+        state, states = self._noted(rows)
+        waiting = np.array([self._chains.waiting_for_backward(one) for one in states], np.int64)
+        stack = log.rows["stack"][rows].astype(np.int64)
+        stack = np.where(stack == 0, waiting[state], stack)
+        keys = np.array([self._keys[row] for row in rows.tolist()], np.int64).reshape(-1, 3)
+        keys, of_key = np.unique(keys, axis=0, return_inverse=True)
+        operators = [self._host.operators.of(CallKey(*key)) for key in keys.tolist()]
+        which = np.where(self._is_note[rows], NONE, of_key.reshape(-1))
+        table, of_kind = np.unique(np.stack([stack, state, which], axis=1), axis=0, return_inverse=True)
+        lines, chains, shared = list[int](), list[int](), list[int]()
+        for number, noted, key in table.tolist():
+            around = operators[key] if key != NONE else Operators()
+            lines.append(self._chains.of_call(number, states[noted], Operators()))
+            chains.append(self._chains.of_call(number, states[noted], around))
+            depth = len(self._chains.known[lines[-1]])
+            shared.append(depth + around.shared if around.names else depth)
+        of_kind = of_kind.reshape(-1)
+        columns = (
+            np.array(one, np.int64)[of_kind] if len(rows) else np.zeros(0, np.int64) for one in (lines, chains, shared)
         )
-        self._links.append((launch, span, LinkKind.LAUNCH))
-        self._links += [(source, span, LinkKind.ORDER) for source in self._held.pop(lane, ())]
-        self._last[lane] = span
+        return _HostEvents(rows, begin, np.maximum(begin, latest), reached, *columns)
+
+    def _noted(self, rows: Ints) -> tuple[Ints, list[Noted]]:
+        """Of each row of a thread, what went on until then; by number."""
+        states, numbers = list[Noted]([()]), dict[Noted, int]({(): 0})
+        notes = np.flatnonzero(self._is_note[rows])
+        now: Noted = ()
+        after = [0]
+        values, stacks = (self._log.rows[name][rows[notes]].tolist() for name in ("value", "stack"))
+        for value, stack in zip(values, stacks, strict=True):
+            now = (*now, (value, stack)) if value else now[:-1]
+            if now not in numbers:
+                numbers[now] = len(states)
+                states.append(now)
+            after.append(numbers[now])
+        return np.array(after, np.int64)[np.searchsorted(notes, np.arange(len(rows)))], states
+
+    def _host_spans(self, events: _HostEvents, lane: int) -> tuple[Spans, Visits, Ints, Ints, Ints]:
+        """What a thread did, as spans; where it was; the visit of each span; and the row that it stands before, and
+        its place among the spans of that row."""
+        rows, log = events.row, self._log
+        waits = events.begin > events.reached
+        divided = self._divided(events) if lane == _HOST_LANE else {}
+        is_whole = waits.copy()
+        is_whole[[*divided]] = False
+        gaps, calls = np.flatnonzero(is_whole), np.flatnonzero(~self._is_note[rows])
+        work, lengths = self._number("work"), np.array([len(chain) for chain in self._chains.known], np.int64)
+        pieces = [(event, *piece) for event, found in divided.items() for piece in found]
+        table = np.array(pieces, np.float64).reshape(-1, 7)
+        of_piece, piece_place = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64)
+        end = self._host.ended - self._origin if lane == _HOST_LANE and self._host.ended else 0
+        last = events.end[-1:] if len(rows) else np.zeros(1)
+        tail = last[last < end]
+
+        # where the thread was: between calls, in pieces of that, in calls
+        row = np.concatenate([gaps, of_piece, calls])
+        place = np.concatenate([np.zeros(len(gaps), np.int64), piece_place, np.full(len(calls), _CALL)])
+        visits = Visits(
+            chain=np.concatenate([events.lines[gaps], table[:, 4].astype(np.int64), events.chain[calls]]),
+            start=np.concatenate([events.reached[gaps], table[:, 2], events.begin[calls]]).astype(np.int64),
+            end=np.concatenate([events.begin[gaps], table[:, 3], events.end[calls]]).astype(np.int64),
+            shared_at_most=np.concatenate(
+                [lengths[events.lines[gaps]], table[:, 5].astype(np.int64), events.shared[calls]]
+            ),
+            is_exact=np.concatenate([np.ones(len(gaps), bool), table[:, 6] > 0, np.ones(len(calls), bool)]),
+        )
+        starts = np.concatenate([events.reached[gaps], table[:, 2], events.begin[calls]])
+        ends = np.concatenate([events.begin[gaps], table[:, 3], events.end[calls]])
+        call_kind = np.select(
+            [self._is_launch[rows[calls]], self._is_sync[rows[calls]]], [Kind.LAUNCH, Kind.SYNC], Kind.ALLOCATE
+        )
+        kind = np.concatenate([np.full(len(gaps) + len(table), Kind.WORK), call_kind])
+        by_call = {number: self._number(NAMES_OF_CALLS.get(one.kind, one.kind)) for number, one in log.calls.items()}
+        call_name = np.array([by_call[number] for number in log.rows["call"][rows[calls]].tolist()], np.int64)
+        name = np.concatenate([np.full(len(gaps) + len(table), work), call_name])
+        awaits = np.concatenate([np.full(len(gaps) + len(table), NONE), self._awaits(rows[calls])])
+        # a copy that the caller waits for is a launch and a wait
+        copies = np.flatnonzero(self._is_waited_for[rows[calls]]) + len(gaps) + len(table)
+        launched = np.minimum(ends[copies], starts[copies] + self._times.launch)
+        waited = self._stream_lanes(rows[row[copies]])
+        count = len(copies) + len(tail)
+        spans = Spans.of(
+            len(row) + count,
+            lane=lane,
+            kind=np.concatenate([kind, np.full(len(copies), Kind.SYNC), np.full(len(tail), Kind.WORK)]),
+            name=np.concatenate([name, name[copies], np.full(len(tail), work)]),
+            start=_whole(np.concatenate([starts, launched, tail])),
+            end=_whole(np.concatenate([_replaced(ends, copies, launched), ends[copies], np.full(len(tail), end)])),
+            awaits=np.concatenate([awaits, waited, np.full(len(tail), NONE)]),
+        )
+        known = np.flatnonzero(visits.chain != NOWHERE)
+        ordered = known[np.lexsort((place[known], row[known]))]
+        number = np.full(len(row), NONE, np.int64)
+        number[ordered] = np.arange(len(ordered))
+        visits = Visits(*(getattr(visits, one)[ordered] for one in visits.__dataclass_fields__))
+        visit_of_span = np.concatenate([number, number[copies], np.full(len(tail), NONE)])
+        log_row = np.concatenate([rows[row], rows[row[copies]], np.full(len(tail), len(log.rows))])
+        places = np.concatenate([place, np.full(len(copies), _WAIT), np.zeros(len(tail), np.int64)])
+        return spans, visits, visit_of_span, log_row, places
+
+    def _divided(self, events: _HostEvents) -> dict[int, list[tuple[int, float, float, int, int, int]]]:
+        """Long times between two calls in which more is known than the call that came next: place, start, end, chain,
+        how many frames may go on, and whether a call tells of it."""
+        rows, log, chains = events.row, self._log, self._chains
+        with_python = np.flatnonzero(log.rows["stack"][rows] != 0)
+        stacks = log.rows["stack"][rows].tolist()
+        kinds = [(stacks[before], stacks[after]) for before, after in pairwise(with_python)]
+        times = np.array(self._host.look_times, np.int64) - self._origin
+        known = [self.source_lines.of_look(chain) for chain in self._host.look_chains]
+        begins, ends = events.end[with_python][:-1].astype(np.int64), events.begin[with_python][1:].astype(np.int64)
+        looks = LooksBetweenCalls(times, known, begins, ends, kinds)
+        operators, found = self._host.operators.between, dict[int, list[tuple[int, float, float, int, int, int]]]()
+        long = np.flatnonzero(events.begin - events.reached >= _LONG_GAP)
+        seen = looks.count(events.reached[long].astype(np.int64), events.begin[long].astype(np.int64)).tolist()
+        state, states = self._noted(rows)
+        for event, count in zip(long.tolist(), seen, strict=True):
+            kind = (stacks[event - 1], stacks[event]) if event else (NONE, NONE)
+            between = (self._keys[rows[event - 1]], self._keys[rows[event]]) if event else None
+            within = operators.get(between, []) if between else []
+            if count < 2 and not within and kind not in looks.of_kind:
+                continue
+            start, end = float(events.reached[event]), float(events.begin[event])
+            noted, usual = states[state[event]], chains.known[events.lines[event]]
+            pieces = [
+                piece if piece.chain is None else piece._replace(chain=chains.annotated(piece.chain, noted))
+                for piece in looks.between(start, end, kind)
+            ]
+            reached, parts = start, list[tuple[int, float, float, int, int, int]]()
+            for piece, shared in with_operators(pieces, within, start, end, usual):
+                chain = usual if piece.chain is None else piece.chain
+                is_exact = chain[: len(usual)] == usual
+                at_most = len(chain) if shared == NONE else shared
+                parts.append((len(parts), reached, piece.until, chains.number(chain), at_most, int(is_exact)))
+                reached = piece.until
+            found[event] = parts
+        return found
+
+    def _stream_lanes(self, rows: Ints) -> Ints:
+        lane_of = np.full(1 << 16, NONE, np.int64)
+        lane_of[[*self._lanes]] = [*self._lanes.values()]
+        return lane_of[self._log.rows["stream"][rows]]
+
+    def _awaits(self, rows: Ints) -> Ints:
+        kinds = self._kinds[rows]
+        waits_for_all = np.isin(kinds, ("context_sync", *_WAITING_FOR_ALL))
+        return np.select([kinds == "stream_sync", waits_for_all], [self._stream_lanes(rows), EVERY_LANE], NONE)
+
+    def _command_spans(self) -> Spans:
+        log, run = self._log, self._run
+        described_by = run.described
+        calls, flags = log.rows["call"][described_by].astype(np.int64), log.rows["flags"][described_by] & _PAGEABLE
+        pairs, which = np.unique(calls * 2 + (flags != 0), return_inverse=True)
+        about = [(log.calls[pair // 2], pair // 2, pair % 2) for pair in pairs.tolist()]
+        name = np.array([self._number(self._name(number, pageable)) for _, number, pageable in about], np.int64)
+        kind = np.array([_KINDS.get(call.kind, Kind.COPY) for call, _, _ in about], np.int64)
+        direction = np.array([_COPIES.get(call.kind, Direction.UNKNOWN) for call, _, _ in about], np.int64)
+        kind, size = kind[which], log.rows["value"][described_by].astype(np.int64)
+        group, pinned = np.full(len(kind), NONE, np.int64), np.where(kind == Kind.COPY, flags == 0, NONE)
+        size[kind == Kind.KERNEL] = 0
+        groups = {line["communicator"]: line["id"] & 0x7FFFFFFF for line in log.communicators if "id" in line}
+        for command in np.flatnonzero(self._collective[described_by] != NONE).tolist():
+            row = int(self._collective[described_by[command]])
+            call = log.calls[int(log.rows["call"][row])]
+            kind[command] = Kind.COLLECTIVE
+            size[command] = int(log.rows["value"][row]) * _ELEMENT_SIZES.get(call.grid[0], 4)
+            group[command] = groups.get(call.function, NONE)
+        return Spans.of(
+            len(kind),
+            lane=self._stream_lanes(run.issuers),
+            kind=kind,
+            name=name[which],
+            start=_whole(run.begin - self._origin),
+            end=_whole(run.end - self._origin),
+            group=group,
+            size=size,
+            direction=direction[which],
+            pinned=pinned,
+        )
+
+    def _name(self, number: int, pageable: int) -> str:
+        """As the profiler shows it."""
+        call, host = self._log.calls[number], "Pageable" if pageable else "Pinned"
+        by_kind = {
+            "copy_to_gpu": f"Memcpy HtoD ({host} -> Device)",
+            "copy_to_host": f"Memcpy DtoH (Device -> {host})",
+            "copy_on_gpu": "Memcpy DtoD (Device -> Device)",
+            "set_memory": "Memset (Device)",
+        }
+        return by_kind.get(call.kind) or self._times.names.get(number, call.name) or call.kind
+
+    def _links(self, calls: Ints, commands: Ints) -> Links:
+        """`calls`: of each row its span; `commands`: of each command."""
+        run, values, kinds = self._run, self._log.rows["value"], self._kinds
+        lanes = self._stream_lanes(run.issuers)
+        of_lane = {lane: np.flatnonzero(lanes == lane) for lane in self._lanes.values()}
+        events, held = dict[int, int](), defaultdict[int, list[tuple[int, int]]](list)
+        orders = list[tuple[int, int]]()
+        told = np.flatnonzero(np.isin(kinds, ("event_record", "event_wait", "event_sync")))
+        told = told[self._log.rows["flags"][told] & (CallFlag.CAPTURED | CallFlag.FAILED) == 0]
+        for row, lane in zip(told.tolist(), self._stream_lanes(told).tolist(), strict=True):
+            value = int(values[row])
+            if kinds[row] == "event_sync":
+                if value in events:
+                    orders.append((int(commands[events[value]]), int(calls[row])))
+                continue
+            mine = of_lane.get(lane)
+            if mine is None:
+                continue
+            before = int(np.searchsorted(run.issuers[mine], row))
+            if kinds[row] == "event_record" and before:
+                events[value] = int(mine[before - 1])
+            elif kinds[row] == "event_wait" and value in events and before < len(mine):
+                held[int(mine[before])].append((int(commands[events[value]]), int(commands[mine[before]])))
+        orders += [pair for command in sorted(held) for pair in held[command]]
+        launches = np.stack([calls[run.issuers], commands], axis=1)
+        pairs = np.concatenate([launches, np.array(orders, np.int64).reshape(-1, 2)])
+        kind = np.repeat([LinkKind.LAUNCH, LinkKind.ORDER], [len(launches), len(orders)])
+        return Links.of(len(pairs), source=pairs[:, 0], target=pairs[:, 1], kind=kind)
+
+
+def _is_waited_for(log: DriverLog, kinds: np.ndarray[Any, Any]) -> Mask:
+    """Whether the call returns once its copy is done."""
+    flags = log.rows["flags"]
+    inbound = (kinds == "copy_to_gpu") & (flags & _PAGEABLE != 0) & (log.rows["value"] > STAGED_BYTES)
+    return inbound | (np.isin(kinds, ("copy_to_host", "copy")) & (flags & (_PAGEABLE | _BLOCKING) != 0))
+
+
+def _replaced(values: Floats, places: Ints, by: Floats) -> Floats:
+    values = values.copy()
+    values[places] = by
+    return values
+
+
+def _whole(times: Floats) -> Ints:
+    return np.round(times).astype(np.int64)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from keepbusy.log.device_commands import device_commands
 from keepbusy.log.kernel_times import KernelTimes
 from keepbusy.log.log_file import CallFlag, DriverLog
+from keepbusy.timeline.model import STAGED_BYTES
 
 SYNCS = ("stream_sync", "event_sync", "context_sync")
 _FASTEST, _SLOWEST = 0.5, 3.0
@@ -26,6 +27,10 @@ _TRUSTED = 1_000_000
 """Nanoseconds of work after which a wait tells as much about the clock as all those before it."""
 _SAME_MOMENT = 1_000
 """Nanoseconds by which two moments may differ and count as one."""
+_FULL_QUEUE_WAIT, _FULL_QUEUE_PENDING = 100_000, 400
+"""A launch that takes so many nanoseconds while so many commands are pending waits until the queue has room."""
+_FULL_FOR = 100_000_000
+"""Nanoseconds of work after which it is told from a full queue how far the GPU is; from less it is not exact."""
 LONG_WAIT = 50_000
 """Nanoseconds of work of which a wait tells the clock."""
 
@@ -132,6 +137,8 @@ class _Rebuilding:
         self._events = dict[int, _EventState]()
         self._factor = 1.0
         self._stacks = log.rows["stack"].tolist()
+        self._pending = dict[tuple[int, int], int]()
+        """Commands that were pending when the queue had room again, by the call that waited and its stack."""
         self._calls = defaultdict[tuple[str, int], list[int]](list)
         """Of each kind of wait, by the stack it comes from: what calls took that found the GPU done."""
 
@@ -139,7 +146,7 @@ class _Rebuilding:
         log, run = self._log, self._run
         first_of = np.searchsorted(run.issuers, np.arange(len(log.rows) + 1)).tolist()
         streams, values = log.rows["stream"].tolist(), log.rows["value"].tolist()
-        flags, begins = log.rows["flags"].tolist(), log.begin.tolist()
+        flags, begins, took = log.rows["flags"].tolist(), log.begin.tolist(), log.took.tolist()
         for row, kind in enumerate(self._kinds):
             if flags[row] & (CallFlag.CAPTURED | CallFlag.FAILED):
                 continue
@@ -148,6 +155,10 @@ class _Rebuilding:
                 self._issue(self._streams[stream], range(first_of[row], first_of[row + 1]), begins[row])
                 if kind in ("copy_to_host", "copy") and flags[row] & (CallFlag.PAGEABLE | CallFlag.BLOCKING):
                     self._wait(row, [stream], self._streams[stream].busy_until)
+                elif kind == "copy_to_gpu" and flags[row] & CallFlag.PAGEABLE and values[row] > STAGED_BYTES:
+                    self._copy_through_host(self._streams[stream], begins[row] + took[row])
+                elif took[row] > _FULL_QUEUE_WAIT:
+                    self._wait_for_room(row, self._streams[stream], begins[row] + took[row])
             elif kind == "event_record":
                 one = self._streams[stream]
                 self._events[values[row]] = _EventState(one.busy_until, one.chain_since, one.is_held)
@@ -196,12 +207,46 @@ class _Rebuilding:
             if stream.busy_until == done:
                 self._close(stream, really)
 
-    def _close(self, stream: _StreamState, really: float) -> None:
-        """What the stream has done without a pause ended then, and not when it was predicted to."""
-        chain, measured = stream.busy_until - stream.chain_since, really - stream.chain_since
+    def _copy_through_host(self, stream: _StreamState, ended: int) -> None:
+        """The driver carries it piece by piece, and the call comes back with the last one: when is known."""
+        number = stream.commands[-1]
+        stream.busy_until = self._run.end[number] = max(float(self._run.begin[number]), ended - self._times.back)
+
+    def _wait_for_room(self, row: int, stream: _StreamState, really: int) -> None:
+        """A launch that found the queue full returns once a command has ended that was issued long before: as many
+        before as when the same call found it full for the first time."""
+        commands = np.array(stream.commands)
+        pending = len(commands) - int(np.searchsorted(self._run.end[commands], really, side="right"))
+        key = int(self._log.rows["call"][row]), self._stacks[row]
+        usual = self._pending.get(key)
+        if usual is None and pending > _FULL_QUEUE_PENDING:
+            self._pending[key] = pending
+        elif usual is not None and usual < len(commands):
+            self._has_ended(stream, commands, len(commands) - usual, really)
+
+    def _has_ended(self, stream: _StreamState, commands: NDArray[np.int64], count: int, really: float) -> None:
+        """The first so many of what the stream does without a pause."""
+        begin, end, since = self._run.begin, self._run.end, stream.busy_since
+        predicted = float(end[commands[count - 1]])
+        if min(really, predicted) - since < _FULL_FOR:
+            return
+        self._learn_clock(stream, predicted, really)
+        ratio = (really - since) / (predicted - since)
+        for one in (begin, end):
+            one[commands] = since + (one[commands] - since) * ratio
+        stream.busy_until = since + (stream.busy_until - since) * ratio
+        stream.busy_since = really
+        stream.commands = commands[count:].tolist()
+
+    def _learn_clock(self, stream: _StreamState, predicted: float, really: float) -> None:
+        chain, measured = predicted - stream.chain_since, really - stream.chain_since
         if chain > LONG_WAIT and not stream.is_held and _FASTEST * chain < measured < _SLOWEST * chain:
             faster = (measured / chain) ** (chain / (chain + _TRUSTED))
             self._factor = min(_SLOWEST, max(_FASTEST, self._factor * faster))
+
+    def _close(self, stream: _StreamState, really: float) -> None:
+        """What the stream has done without a pause ended then, and not when it was predicted to."""
+        self._learn_clock(stream, stream.busy_until, really)
         if really <= stream.busy_since or not stream.commands:
             return
         ratio = (really - stream.busy_since) / (stream.busy_until - stream.busy_since)

@@ -19,6 +19,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from keepbusy.instrument.lines import PROGRAM_CODE, program_lines
+from keepbusy.instrument.loader_uses import Loaders
 from keepbusy.instrument.loop_tree import (
     BusyLoop,
     BusyUntil,
@@ -35,7 +36,7 @@ from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatc
 from keepbusy.instrument.patches import when_imported
 from keepbusy.instrument.processes import follow, make_folder
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.run_counters import GpuShare, Loaders, uses_gpu
+from keepbusy.recording.run_counters import GpuShare, uses_gpu
 from keepbusy.recording.step_clock import Marks
 from keepbusy.recording.turn_times import mean, step_looks, trimmed
 from keepbusy.recording.windows import (

@@ -5,26 +5,20 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
-import os
-import struct
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from keepbusy.instrument.lines import USER, kind_of, program_lines, shown
 from keepbusy.instrument.patches import Function, Patches, when_imported
 from keepbusy.instrument.processes import processor_times
 from keepbusy.timeline.model import NONE, Ints
-from keepbusy.timeline.run_facts import LoaderUse
 
 INPUT, COLLECTOR, CHECKPOINT = "input", "garbage collection", "checkpoint"
 
@@ -112,139 +106,6 @@ class Pauses:
         elif self._collecting:
             self.now[COLLECTOR] += self._clock() - self._collecting
             self._collecting = 0
-
-
-# What the program's loaders do: how long it waits for each batch, and how long a batch takes where it is prepared.
-
-_SLOTS, _SLOT = 4096, struct.Struct("<qqq")
-KEPT_TURNS = 512
-"""Turns that are remembered one by one; of more, the means of neighbours."""
-
-
-@dataclass
-class _Loader:
-    """One loader while the program runs; times as in `LoaderUse`."""
-
-    place: str
-    workers: int = 0
-    prefetch: int = 0
-    batches: int = 0
-    waited: int = 0
-    began: int = 0
-    looped: int = 0
-    passes: int = 0
-    each: int = 1
-    sums: list[int] = field(default_factory=list)  # of so many turns in a row, what they took besides waiting
-    turns: int = 0
-
-    def turned(self, took: int) -> None:
-        """Another turn; once there are many, two neighbours become one."""
-        if self.turns % self.each:
-            self.sums[-1] += took
-        else:
-            if len(self.sums) == KEPT_TURNS:
-                pairs = zip(self.sums[::2], self.sums[1::2], strict=True)
-                self.sums, self.each = [one + other for one, other in pairs], 2 * self.each
-            self.sums.append(took)
-        self.turns += 1
-
-    @property
-    def means(self) -> tuple[int, ...]:
-        whole = self.turns // self.each
-        return tuple(one // self.each for one in self.sums[:whole])
-
-
-class Loaders:
-    """Knows the loaders of one thread, whose waits `Pauses` tells. What workers take they write down themselves, in
-    memory that they share."""
-
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._clock = clock
-        self._made: dict[int, str] = {}  # where each data set's loader was made
-        self._known: dict[int, _Loader] = {}  # by data set
-        self._passes: dict[int, int] = {}  # of each iterator, when its first batch came
-        self._patches = Patches()
-        self._shared = mmap.mmap(-1, _SLOTS * _SLOT.size)
-
-    def begin(self) -> None:
-        from torch.utils.data import dataloader
-        from torch.utils.data._utils import fetch
-
-        self._patches.replace(dataloader.DataLoader, "__init__", self._noting_where)
-        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            self._patches.replace(kind, "fetch", self._fetching)
-
-    def end(self) -> None:
-        """Leave everything as it was."""
-        self._patches.undo()
-
-    def used(self) -> list[LoaderUse]:
-        """The one that was waited for longest comes first."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        prepared = self._prepared()
-        found = []
-        for dataset, one in self._known.items():
-            busy, count, took = prepared.get(dataset, (0, 0, 0))
-            in_worker = took // count if count else NONE
-            seen = (one.place, one.workers, one.prefetch, one.batches, one.waited, one.began, in_worker, one.looped)
-            busy = min(busy, one.workers) or NONE
-            found.append(LoaderUse(*seen, cores, passes=one.passes, turns=one.means, each=one.each, busy=busy))
-        return sorted(found, key=lambda one: -one.waited)
-
-    def _prepared(self) -> dict[int, tuple[int, int, int]]:
-        """Of each data set, how many processes fetched batches, how many these were and how long that took."""
-        found: dict[int, tuple[int, int, int]] = {}
-        for slot in range(_SLOTS):
-            dataset, *more = _SLOT.unpack_from(self._shared, slot * _SLOT.size)
-            processes, count, took = found.get(dataset, (0, 0, 0))
-            found[dataset] = processes + 1, count + more[0], took + more[1]
-        return found
-
-    def _noting_where(self, original: Function) -> Function:
-        def made(loader: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, dataset, *args, **kwargs)
-            users = (one for one in program_lines(sys._getframe(1)) if kind_of(one[0].co_filename) == USER)
-            self._made[id(dataset)] = next((f"{shown(code.co_filename)}:{line}" for code, line in users), "")
-
-        return made
-
-    def came(self, iterator: Any, before: int, after: int) -> None:
-        """A batch did."""
-        dataset = id(iterator._dataset)
-        one = self._known.get(dataset)
-        if one is None:
-            one = self._known[dataset] = _Loader(self._made.get(dataset, ""))
-        one.workers, one.prefetch = iterator._num_workers, getattr(iterator, "_prefetch_factor", None) or 0
-        one.batches += 1
-        one.waited += after - before
-        first = self._passes.get(id(iterator))
-        if first is None or iterator._num_yielded <= 1:  # an earlier pass's iterator may have lain there
-            one.began += after - before
-            one.passes += 1
-        else:
-            one.looped += after - first
-            one.turned(before - first)
-        self._passes[id(iterator)] = after
-
-    def _fetching(self, original: Function) -> Function:
-        """Runs in the workers, which were forked with it; in the program itself where there are none."""
-
-        def fetching(fetcher: Any, index: Any) -> Any:
-            before = self._clock()
-            result = original(fetcher, index)
-            with suppress(Exception):
-                self._add(id(fetcher.dataset), self._clock() - before)
-            return result
-
-        return fetching
-
-    def _add(self, dataset: int, took: int) -> None:
-        """A worker that was forked knows its data set by the same number; each writes to a row of its own."""
-        at = (31 * os.getpid() + (dataset >> 4)) % _SLOTS * _SLOT.size
-        known, count, total = _SLOT.unpack_from(self._shared, at)
-        if known != dataset:
-            count = total = 0  # of a process that is gone, and that had the same place
-        _SLOT.pack_into(self._shared, at, dataset, count + 1, total + took)
 
 
 # How often PyTorch asked the driver for device memory: read once a second, for reading it takes tens of µs.

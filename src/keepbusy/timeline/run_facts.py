@@ -64,6 +64,7 @@ class RunFacts:
     groups: Mapping[int, int] = field(default_factory=dict)  # of each group of ranks: how many belong to it
     pending_limit: int | None = None  # commands that may be pending on a stream before a launch blocks
     virtual: bool = False
+    logged: bool = False  # whether all calls of the driver were, on a real GPU
     values: bool = True  # whether a virtual run computed anything
     modelled: bool = False  # whether the host's time was modelled
     compiled_eagerly: bool = False  # whether a virtual run was asked for `torch.compile`, and ran its code as written
@@ -88,6 +89,11 @@ class RunFacts:
     cut_short: CutShort | None = None  # None where the program came to its end
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of the run was recorded, from its first command to its last."""
+        return self.virtual or self.logged
+
+    @property
     def named(self) -> str:
         """As a complaint calls what was recorded."""
         return self.source or "the recording"
@@ -100,7 +106,7 @@ class RunFacts:
     @property
     def runs_once(self) -> bool:
         """Whether it is a script that is one turn, and not the one turn of a loop, or one call, that was recorded."""
-        is_part = (self.loop and not self.virtual) or any(run.steps for run in self.plain_runs.values())
+        is_part = (self.loop and not self.is_whole) or any(run.steps for run in self.plain_runs.values())
         return self.one_turn and not self.traced and not is_part
 
     def as_json(self) -> dict[str, Any]:

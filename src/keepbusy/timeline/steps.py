@@ -27,6 +27,8 @@ RARE_STEP = 1.25
 """A rare step takes half as long again as others; recorded, the others may have lost more to it."""
 OTHER_PART = 0.1
 """Stretches whose numbers of commands differ by more are different parts of a step."""
+_SETTLING = 0.5
+"""Of the steps at most so many are taken for a beginning."""
 LEAVES_LOOP = 4
 """A turn that launches so many times as much as others do has left its loop."""
 
@@ -36,7 +38,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     timeline = turns_alone(timeline)
     if not len(timeline.marks):
         guessed = by_pattern(timeline)
-        timeline = guessed if not timeline.facts.virtual or comes_again(guessed) else timeline
+        timeline = guessed if not timeline.facts.is_whole or comes_again(guessed) else timeline
     marks = [timeline.marks_of(rank) for rank in timeline.ranks]
     count = min(map(len, marks))
     if timeline.facts.plain_runs:  # ranks that were recorded live begin with the same step: one may be recorded longer
@@ -64,7 +66,7 @@ def without_broken_off(timeline: Timeline) -> Timeline:
     """Without what a program that was cut short did last: the iteration that it did not finish, which a virtual run
     marks as if it had, or where there are no iterations the line that raised."""
     ended, loop = timeline.facts.cut_short, place_of_loop(timeline.facts.loop)
-    if ended is None or not timeline.facts.virtual:  # no window of a live recording holds such an iteration
+    if ended is None or not timeline.facts.is_whole:  # no window of a live recording holds such an iteration
         return timeline
     frames, launches = timeline.frames, timeline.launches
     lines = np.flatnonzero(frames.kind == FrameKind.LINE)
@@ -106,13 +108,13 @@ def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
     facts = timeline.facts
     if count > 2 or not timeline.on_device.any():
         return None
-    is_script = facts.virtual and facts.reason is None  # and no window on one of its loops
+    is_script = facts.is_whole and facts.reason is None  # and no window on one of its loops
     turn = timeline if is_script or count < 2 else _cut(timeline, count, np.array([0, 1]))
     is_whole = bool(facts.plain_runs) and not facts.one_turn  # of a part nothing is known
     if count == 2 and not is_script and (is_whole or facts.plain_step is not None):
         # of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too
         turn = turn.change_facts(one_turn=False)
-    elif facts.virtual or facts.one_turn or facts.traced:
+    elif facts.is_whole or facts.one_turn or facts.traced:
         turn = one_turn(turn).change_facts(notes=(*facts.notes, *((ONE_CALL,) if facts.traced else ())))
     else:
         return None
@@ -327,7 +329,7 @@ def comes_again(timeline: Timeline) -> bool:
     marks = timeline.marks_of(timeline.ranks[0])
     kernels = (timeline.spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0])
     if len(marks) < 2 or not kernels.any():
-        return len(marks) < 2 or not timeline.facts.virtual  # what computes nothing sets something up
+        return len(marks) < 2 or not timeline.facts.is_whole  # what computes nothing sets something up
     row, gap, lasted = _waits_for_kernels(timeline)
     turn = np.searchsorted(marks, row, side="right") - 1
     waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
@@ -393,3 +395,30 @@ def repetition(names: Ints) -> int:
     # two names may bear the same signs, so what looks alike is compared name by name
     same = np.array([np.mean(names[length:] == names[:-length]) for length in near.tolist()])
     return int(near[same >= 0.97 * same.max()][0]) if same.max(initial=0.0) > 0.8 else 0
+
+
+def without_first_steps(timeline: Timeline) -> Timeline:
+    """Without the marks of steps that are not like those that follow: what explains a run begins at its first mark.
+
+    A run that was recorded whole begins with the program. Its first steps make memory, buckets and states, and no later
+    step does.
+    """
+    marks = [timeline.marks_of(rank) for rank in timeline.ranks]
+    if min(map(len, marks), default=0) < 4:
+        return timeline
+    first = max(_first_steady(timeline, one) for one in marks)
+    return from_mark(timeline, first).change_facts(first_steps=first)
+
+
+def _first_steady(timeline: Timeline, marks: Ints) -> int:
+    """How many steps at the beginning launch more or less than later ones, or ask the driver for more memory."""
+    before = np.concatenate([[0], np.cumsum(timeline.spans.kind == Kind.ALLOCATE)])
+    steps = np.setdiff1d(np.arange(len(marks) - 1), timeline.facts.beside)
+    launches, allocations = commands_between(timeline, marks)[steps], np.diff(before[marks])[steps]
+    settling = int(_SETTLING * len(launches))
+    half = len(launches) - settling
+    usual = set(launches[half:].tolist())
+    for step in range(settling):
+        if launches[step] in usual and allocations[step] <= allocations[half:].max():
+            return int(steps[step])
+    return int(steps[settling])

@@ -90,6 +90,27 @@ MEMORY_ARGUMENTS = {
 CUDA_MEMORY = 1
 """The kind of device whose memory we tell of."""
 
+NAMES_OF_CALLS = {
+    "launch": "cudaLaunchKernel",
+    "graph_launch": "cudaGraphLaunch",
+    "copy_to_gpu": "cudaMemcpyAsync",
+    "copy_to_host": "cudaMemcpyAsync",
+    "copy_on_gpu": "cudaMemcpyAsync",
+    "copy": "cudaMemcpyAsync",
+    "set_memory": "cudaMemsetAsync",
+    "stream_sync": "cudaStreamSynchronize",
+    "event_sync": "cudaEventSynchronize",
+    "context_sync": "cudaDeviceSynchronize",
+    "allocate": "cudaMalloc",
+    "free": "cudaFree",
+    "allocate_host": "cudaHostAlloc",
+    "free_host": "cudaFreeHost",
+    "register_host": "cudaHostRegister",
+    "unregister_host": "cudaHostUnregister",
+    "map_memory": "cuMemMap",
+    "unmap_memory": "cuMemUnmap",
+}
+"""The calls of our log, by the names that Kineto would give them."""
 SYNC_CALL = re.compile(
     r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$"
 )

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepbusy.instrument.lines import Places
+from keepbusy.instrument.run_loops import RunLoops
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.timeline.run_facts import allocator_settings
 from keepbusy.virtual.clock.engine import Clock
@@ -28,7 +29,6 @@ from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.device_memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.pytorch.tensors import VALUES, Pages, to_device, to_host
-from keepbusy.virtual.run_loops import RunLoops
 
 if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.cuda_graphs import Recording

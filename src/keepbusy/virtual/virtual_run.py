@@ -11,22 +11,16 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from keepbusy.instrument.patches import Patches
 from keepbusy.instrument.processes import RunFolder, follow
 from keepbusy.timeline.busy_file import load, save
-from keepbusy.timeline.model import Ints, Kind, Timeline
+from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.steps import commands_between, from_mark
 from keepbusy.virtual import selftest
 from keepbusy.virtual.clock.real_time import NOTE, ScriptClocks
 from keepbusy.virtual.costs.device import Device, read
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch.tensors import VALUES
-
-_SETTLING = 0.5
-"""Of the steps at most so many are taken for a beginning."""
 
 
 @dataclass(frozen=True)
@@ -142,29 +136,3 @@ def _first_of(ranks: int, of_host: int) -> dict[str, str]:
     """What torchrun would tell the first of so many ranks."""
     told = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": of_host}
     return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-
-
-def steady(timeline: Timeline) -> Timeline:
-    """Without the marks of steps that are not like those that follow: what explains a run begins at its first mark.
-
-    A virtual run begins with the program. Its first steps make memory, buckets and states, and no later step does.
-    """
-    marks = [timeline.marks_of(rank) for rank in timeline.ranks]
-    if min(map(len, marks), default=0) < 4:
-        return timeline
-    first = max(_first_steady(timeline, one) for one in marks)
-    return from_mark(timeline, first).change_facts(first_steps=first)
-
-
-def _first_steady(timeline: Timeline, marks: Ints) -> int:
-    """How many steps at the beginning launch more or less than later ones, or ask the driver for more memory."""
-    before = np.concatenate([[0], np.cumsum(timeline.spans.kind == Kind.ALLOCATE)])
-    steps = np.setdiff1d(np.arange(len(marks) - 1), timeline.facts.beside)
-    launches, allocations = commands_between(timeline, marks)[steps], np.diff(before[marks])[steps]
-    settling = int(_SETTLING * len(launches))
-    half = len(launches) - settling
-    usual = set(launches[half:].tolist())
-    for step in range(settling):
-        if launches[step] in usual and allocations[step] <= allocations[half:].max():
-            return int(steps[step])
-    return int(steps[settling])

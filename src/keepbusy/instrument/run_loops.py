@@ -1,4 +1,4 @@
-"""The loops of a run on the virtual GPU: nothing has to be sampled, and the tree is the one that a recording has.
+"""The loops of a run that was recorded whole: nothing has to be sampled.
 
 The timeline tells at which line the program was at any moment. Turns are counted as they pass, by Python itself; before
 Python 3.12, which cannot, they are read off the lines: who comes back to an earlier statement of a loop has turned. A
@@ -8,7 +8,6 @@ each turn called from two statements at least that no turn leaves out, whatever 
 
 from __future__ import annotations
 
-import sys
 from array import array
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.instrument.lines import TORCH, USER, holds_loop, kind_of
+from keepbusy.instrument.loop_counts import IS_COUNTED
 from keepbusy.instrument.loop_tree import (
     RECORDED_AT_MOST,
     BusyLoop,
@@ -63,13 +63,17 @@ Chain = tuple[Line, ...]
 class RunLoops:
     """Which codes hold loops, and their turns so far."""
 
-    def __init__(self, moment: Callable[[], int]) -> None:
-        """`moment`: how far the program is."""
-        self._looks = Looks()
-        self._numbers: dict[int, int] = {}  # of codes, by identity: `codes` keeps them alive
-        counts = sys.version_info >= (3, 12)
-        self._counters = TurnCounters(self._looks, moment, TURNS_A_SECOND, TURNS_IN_A_ROW) if counts else None
-        self._early = _EarlyTurns() if counts else None
+    def __init__(self, moment: Callable[[], int] | None = None, counted: Looks | None = None) -> None:
+        """`moment`: how far the program is, where turns are to be counted from now on. `counted`: what was counted
+        where the program ran."""
+        self._looks = counted or Looks()
+        self._numbers = {id(code): number for number, code in enumerate(self._looks.codes)}  # `codes` keeps them alive
+        self._is_counted = counted is not None or (moment is not None and IS_COUNTED)
+        self._counters: TurnCounters | None = None
+        self._early: _EarlyTurns | None = None
+        if moment is not None and IS_COUNTED:
+            self._counters = TurnCounters(self._looks, moment, TURNS_A_SECOND, TURNS_IN_A_ROW)
+            self._early = _EarlyTurns()
         self._begun_uncounted: set[tuple[int, int]] = set()  # loops, by code and the instruction that turns begin at
 
     def meet(self, code: CodeType) -> None:
@@ -91,12 +95,14 @@ class RunLoops:
         lane: int,
         wires: Mapping[int, int] | None = None,
         announced: bool = False,
+        exact: Mask | None = None,
     ) -> Timeline:
         """A run so far with its tree, its marks at the turns of the loop that trains, and a few turns of other loops.
 
         `lines`: of the names of frames their code and number; `lane`: the thread that began it; `wires`: of rows of
-        collectives, how long they were on the wire; `announced`: the program says itself where its steps end."""
-        visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name))
+        collectives, how long they were on the wire; `announced`: the program says itself where its steps end;
+        `exact`: frames that tell in which order the program came to its lines, where not all do."""
+        visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name), exact)
         sources = SourceLoops(read_source)
         looks = self._looks_of(visits, sources, int(timeline.spans.end.max(initial=0)))
         turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
@@ -134,7 +140,7 @@ class RunLoops:
         entries = {code: times[1:] for code, times in entries.items()} | looks.entries
         looks = replace(looks, passes=passes, entries=entries)
         known = {Line(*loop) for loop in turns_of_loops(looks, sources)}
-        sure = self._counted(sources) if self._counters is not None else sure
+        sure = self._counted(sources) if self._is_counted else sure
         return replace(looks, unsure=frozenset(known - sure))
 
     def _counted(self, sources: SourceLoops) -> set[Line]:
@@ -193,7 +199,7 @@ class _Visits:
     known: list[Chain]
 
     @classmethod
-    def of(cls, timeline: Timeline, lane: int, line_of: Callable[[str], Line]) -> _Visits:
+    def of(cls, timeline: Timeline, lane: int, line_of: Callable[[str], Line], exact: Mask | None = None) -> _Visits:
         frames = timeline.frames
         is_line = np.append(frames.kind == FrameKind.LINE, False)  # the last place: of no frame
         parent = np.append(frames.parent, NONE)
@@ -211,7 +217,8 @@ class _Visits:
         around = parent.copy()  # of each frame the line that it is in, whatever stands in between
         while (up := (around != NONE) & ~is_line[around]).any():
             around[up] = parent[around[up]]
-        rows = np.flatnonzero(is_line[:-1] & (frames.lane == lane))
+        told = is_line[:-1] & (frames.lane == lane)
+        rows = np.flatnonzero(told if exact is None else told & exact)
         inner, starts = rows + 1, np.append(frames.start, NONE)
         passing = is_line[inner] & (parent[inner] == rows) & (starts[inner] == starts[rows])
         of_frame = np.where(is_line, chain, chain[around])

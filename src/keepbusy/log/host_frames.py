@@ -1,0 +1,299 @@
+"""Where the program was while it ran: the lines, annotations and operators around its calls and between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from types import CodeType
+from typing import NamedTuple
+
+import numpy as np
+
+from keepbusy.instrument.lines import HIDDEN, LIBRARY, OUTSIDE, USER, holds_loop, kind_of, shown
+from keepbusy.instrument.loop_counts import CodeObjects
+from keepbusy.log.log_file import StackFrame
+from keepbusy.log.profiler_window import OperatorBetweenCalls, Operators
+from keepbusy.log.program_log import BACKWARD_PASS
+from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask
+
+Entry = tuple[FrameKind, str]
+"""A frame as it is written: a line, an annotation or an operator."""
+Chain = tuple[Entry, ...]
+"""From the outside in."""
+NOWHERE = 0
+"""The chain of a call of which nobody knows the place."""
+Noted = tuple[tuple[int, int], ...]
+"""What goes on: numbers of notes, each with that of the stack that it was made from."""
+
+
+class SourceLines:
+    """Stacks as chains of lines: the program's own, those of libraries that loop, and the innermost line of others."""
+
+    def __init__(self, codes: CodeObjects) -> None:
+        self._codes = codes
+        self.of_name: dict[str, tuple[CodeType, int]] = {}
+        """Of each line as it is written: its code, and its number."""
+
+    def of_stack(self, stack: Sequence[StackFrame]) -> Chain:
+        """`stack`: innermost first."""
+        return tuple(self._entry(frame) for frame in reversed([*self._kept(stack)]))
+
+    def of_look(self, chain: Sequence[StackFrame]) -> Chain:
+        """`chain`: outermost first, of the program's lines already."""
+        return tuple(map(self._entry, chain))
+
+    def _kept(self, stack: Sequence[StackFrame]) -> Iterator[StackFrame]:
+        is_innermost = True
+        for frame in stack:
+            kind = kind_of(frame.file)
+            if kind == OUTSIDE:
+                return
+            if kind == HIDDEN:
+                continue
+            if kind == LIBRARY and holds_loop(self._code(frame)):
+                kind = USER
+            if kind == USER or is_innermost:
+                is_innermost = False
+                yield frame
+
+    def _code(self, frame: StackFrame) -> CodeType:
+        return self._codes.of(frame.file, frame.function, frame.line)
+
+    def _entry(self, frame: StackFrame) -> Entry:
+        code = self._code(frame)
+        written = f"{shown(frame.file)}({frame.line}): {code.co_name}"
+        self.of_name[written] = code, frame.line
+        return FrameKind.LINE, written
+
+
+class Chains:
+    """All chains of a run, by number."""
+
+    def __init__(self, lines: SourceLines, stacks: dict[int, tuple[StackFrame, ...]], notes: Sequence[str]) -> None:
+        self._lines, self._stacks, self._notes = lines, stacks, notes
+        self.known: list[Chain] = [()]
+        self._numbers: dict[Chain, int] = {(): NOWHERE}
+        self._of_stack: dict[int, Chain] = {0: ()}
+
+    def number(self, chain: Chain) -> int:
+        found = self._numbers.get(chain)
+        if found is None:
+            found = self._numbers[chain] = len(self.known)
+            self.known.append(chain)
+        return found
+
+    def of_call(self, stack: int, noted: Noted, operators: Operators) -> int:
+        if not stack:
+            return NOWHERE
+        names = ((FrameKind.OPERATOR, name) for name in operators.names)
+        return self.number((*self.annotated(self._of(stack), noted), *names))
+
+    def annotated(self, lines: Chain, noted: Noted) -> Chain:
+        """With what goes on there: each annotation stands within the lines that it shares with where it began."""
+        chain, reached = list[Entry](), 0
+        for number, stack in noted:
+            shared = [*takewhile(lambda pair: pair[0] == pair[1], zip(lines, self._of(stack), strict=False))]
+            upto = max(reached, len(shared))
+            chain += [*lines[reached:upto], (FrameKind.ANNOTATION, self._name(number))]
+            reached = upto
+        return (*chain, *lines[reached:])
+
+    def waiting_for_backward(self, noted: Noted) -> int:
+        """The stack that waits for a backward pass: PyTorch's own threads, which run no Python, call for it."""
+        return next((stack for number, stack in reversed(noted) if self._name(number) == BACKWARD_PASS), 0)
+
+    def _name(self, note: int) -> str:
+        """Of a process that was killed, the latest are not known."""
+        return self._notes[note] if note < len(self._notes) else "annotation"
+
+    def _of(self, stack: int) -> Chain:
+        found = self._of_stack.get(stack)
+        if found is None:
+            found = self._of_stack[stack] = self._lines.of_stack(self._stacks.get(stack, ()))
+        return found
+
+
+class Piece(NamedTuple):
+    """Until when the host was in a chain."""
+
+    until: float
+    chain: Chain | None
+    """None: in the lines of the call that comes next."""
+
+
+class LooksBetweenCalls:
+    """What the host did between two calls: where it was for long, the looks within; else all that were between calls
+    from the same lines."""
+
+    def __init__(
+        self, times: Ints, chains: Sequence[Chain], begins: Ints, ends: Ints, kinds: Sequence[tuple[int, int]]
+    ) -> None:
+        """`begins`, `ends`, `kinds`: of the times between calls, from when to when, and between which stacks."""
+        self._times, self._chains = times, chains
+        found = defaultdict[tuple[int, int], list[tuple[float, Chain]]](list)
+        gaps = np.searchsorted(begins, times, side="right") - 1
+        for look, gap in enumerate(gaps.tolist()):
+            if gap >= 0 and begins[gap] < times[look] < ends[gap]:
+                share = float((times[look] - begins[gap]) / (ends[gap] - begins[gap]))
+                found[kinds[gap]].append((share, chains[look]))
+        self.of_kind = {kind: self._shares(looks) for kind, looks in found.items()}
+
+    @staticmethod
+    def _shares(looks: Sequence[tuple[float, Chain]]) -> list[tuple[float, Chain]]:
+        """Until which share of the time the program was in each."""
+        places = defaultdict[Chain, list[float]](list)
+        for share, chain in looks:
+            places[chain].append(share)
+        reached, found = 0.0, list[tuple[float, Chain]]()
+        for chain, shares in sorted(places.items(), key=lambda one: sum(one[1]) / len(one[1])):
+            reached += len(shares) / len(looks)
+            found.append((reached, chain))
+        return found
+
+    def count(self, begins: Ints, ends: Ints) -> Ints:
+        return np.searchsorted(self._times, ends) - np.searchsorted(self._times, begins)
+
+    def between(self, begin: float, end: float, kind: tuple[int, int]) -> Iterator[Piece]:
+        first, last = np.searchsorted(self._times, (begin, end))
+        if last - first > 1:
+            until = [*self._times[first + 1 : last].tolist(), end]
+            yield from map(Piece, until, self._chains[first:last])
+        elif kind in self.of_kind:
+            *others, (_, latest) = self.of_kind[kind]
+            yield from (Piece(begin + share * (end - begin), chain) for share, chain in others)
+            yield Piece(end, latest)
+        else:
+            yield Piece(end, None)
+
+
+def with_operators(
+    pieces: Sequence[Piece], operators: Sequence[OperatorBetweenCalls], begin: float, end: float, otherwise: Chain
+) -> Iterator[tuple[Piece, int]]:
+    """Each piece with the operators that ran then and called nothing, and how many of its frames are lines."""
+    reached = begin
+    for operator in operators:
+        first, last = (begin + (end - begin) * share for share in (operator.begin, operator.end))
+        for piece in pieces:
+            if reached < (until := min(piece.until, first)):
+                yield Piece(until, piece.chain), NONE
+                reached = until
+        lines = next((piece.chain for piece in pieces if piece.until >= (first + last) / 2), None)
+        chain = otherwise if lines is None else lines
+        yield Piece(last, (*chain, *((FrameKind.OPERATOR, name) for name in operator.names))), len(chain)
+        reached = last
+    for piece in pieces:
+        if reached < piece.until:
+            yield piece, NONE
+            reached = piece.until
+
+
+@dataclass
+class Visits:
+    """Where a thread was, one after the other; what two in a row share has not ended in between."""
+
+    chain: Ints
+    start: Ints
+    end: Ints
+    shared_at_most: Ints
+    """So many frames may be those of the visit before, the outermost."""
+    is_exact: Mask
+    """Whether a call tells of it, else a look."""
+
+    def kept(self, chains: Sequence[Chain]) -> Ints:
+        """How many frames of the visit before go on in each."""
+        lengths = np.array([len(one) for one in chains], np.int64)
+        before = np.concatenate([[NOWHERE], self.chain[:-1]])
+        pairs, which = np.unique(before * len(chains) + self.chain, return_inverse=True)
+        common = [
+            _in_common(chains[first], chains[second])
+            for first, second in (divmod(p, len(chains)) for p in pairs.tolist())
+        ]
+        kept = np.minimum(np.array(common, np.int64)[which], np.minimum(self.shared_at_most, lengths[self.chain]))
+        # what a look has opened, a call does not go on with
+        after_look = np.flatnonzero(self.is_exact[1:] & ~self.is_exact[:-1]) + 1
+        for visit in after_look.tolist():
+            first = visit
+            while first and not self.is_exact[first - 1]:
+                first -= 1
+            kept[visit] = min(kept[visit], kept[first:visit].min())
+        return kept
+
+
+def _in_common(first: Chain, second: Chain) -> int:
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))])
+
+
+@dataclass
+class FrameColumns:
+    """Frames of a lane, in the order in which they open, and the innermost frame of each visit."""
+
+    kind: Ints
+    name: Ints
+    parent: Ints
+    start: Ints
+    end: Ints
+    is_exact: Mask
+    innermost: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+def frames_of(visits: Visits, chains: Sequence[Chain], kinds: Sequence[Ints], names: Sequence[Ints]) -> FrameColumns:
+    """`kinds`, `names`: of each chain's entries."""
+    kept = visits.kept(chains)
+    lengths = np.array([len(one) for one in chains], np.int64)[visits.chain]
+    depths = range(int(lengths.max(initial=0)))
+    changes = [np.flatnonzero(kept <= depth) for depth in depths]
+    opens = [rows[lengths[rows] > depth] for depth, rows in enumerate(changes)]
+    last = [
+        np.append(rows[1:], len(kept))[lengths[rows] > depth] - 1 for depth, rows in enumerate(changes)
+    ]  # the visit with which a frame ends that opens there
+    nothing = np.zeros(0, np.int64)
+    visit, until = (np.concatenate([nothing, *one]) for one in (opens, last))
+    depth = np.repeat(np.arange(len(opens)), [len(one) for one in opens])
+    order = np.lexsort((depth, visit))
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    firsts = np.concatenate([[0], np.cumsum([len(one) for one in opens])]).astype(np.int64)
+    parent, innermost = np.full(len(order), NONE, np.int64), np.full(len(kept), NONE, np.int64)
+    for at in depths:
+        mine = place[firsts[at] : firsts[at + 1]]
+        if at:
+            parent[mine] = place[firsts[at - 1] + np.searchsorted(opens[at - 1], opens[at], side="right") - 1]
+        inside = np.flatnonzero(lengths == at + 1)
+        innermost[inside] = mine[np.searchsorted(opens[at], inside, side="right") - 1]
+    offsets = np.concatenate([[0], np.cumsum([len(one) for one in chains])]).astype(np.int64)
+    flat_kinds, flat_names = (np.concatenate([nothing, *one]) for one in (kinds, names))
+    entry = (offsets[visits.chain[visit]] + depth)[order]
+    return FrameColumns(
+        kind=flat_kinds[entry],
+        name=flat_names[entry],
+        parent=parent,
+        start=visits.start[visit][order],
+        end=visits.end[until][order],
+        is_exact=visits.is_exact[visit][order],
+        innermost=innermost,
+    )
+
+
+def table_of(lanes: dict[int, FrameColumns]) -> tuple[Frames, Mask, dict[int, int]]:
+    """All lanes' frames in one table, which of them are exact, and the number of each lane's first one."""
+    firsts, parents, count = dict[int, int](), list[Ints](), 0
+    for lane, columns in lanes.items():
+        firsts[lane] = count
+        parents.append(np.where(columns.parent == NONE, NONE, columns.parent + count))
+        count += len(columns.name)
+
+    def joined(name: str) -> Ints:
+        return np.concatenate([np.zeros(0, np.int64), *(getattr(one, name) for one in lanes.values())])
+
+    frames = Frames.of(
+        count,
+        lane=np.repeat(np.array([*lanes], np.int64), [len(one.name) for one in lanes.values()]),
+        kind=joined("kind"),
+        name=joined("name"),
+        parent=np.concatenate([np.zeros(0, np.int64), *parents]),
+        start=joined("start"),
+        end=joined("end"),
+    )
+    return frames, joined("is_exact").astype(bool), firsts

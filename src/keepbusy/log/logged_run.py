@@ -1,0 +1,211 @@
+"""What logged processes have left in their folders -> the timeline of their run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepbusy.instrument.lines import TEXTS
+from keepbusy.instrument.loop_counts import CodeObjects, counted
+from keepbusy.instrument.loop_tree import read_source
+from keepbusy.instrument.run_loops import RunLoops
+from keepbusy.log.joined_ranks import rebuild_ranks
+from keepbusy.log.kernel_times import KernelTimes
+from keepbusy.log.log_file import DriverLog, StackFrame, read_log
+from keepbusy.log.log_timeline import HostSide, LogTimeline
+from keepbusy.log.profiler_window import CallOperators, learn_from_windows
+from keepbusy.log.program_log import FACTS, LOOKS
+from keepbusy.log.rebuild import RebuiltRun, rebuild
+from keepbusy.timeline.figures import duration
+from keepbusy.timeline.files import typed
+from keepbusy.timeline.frame_roles import STEP_MARKS
+from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.ranks import merge
+from keepbusy.timeline.run_facts import CutShort, LoaderUse, RunFacts
+
+_LETS_GO, _FEWEST = 1, 8
+"""Iterations after a window that are still slow; and how many there are to be beside those."""
+_LATER = "What the program did after its log had ended is not in this report"
+_MOST_KNOWN = 0.95
+"""Of commands whose durations are known: with more, it is not said how many."""
+_TELLING = 20
+"""Waits of some length of which a median tells."""
+
+
+@dataclass
+class LoggedProcess:
+    """One that has launched something."""
+
+    folder: Path
+    facts: dict[str, Any]
+    log: DriverLog
+    times: KernelTimes
+    operators: CallOperators
+
+    @property
+    def rank(self) -> int:
+        return int(self.facts.get("rank", 0))
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the program went on after its log was full."""
+        return bool(self.facts.get("stopped"))
+
+
+def was_logged(folder: Path) -> bool:
+    """Whether any process has left a log there."""
+    return any((one / "rows").exists() for one in folder.iterdir() if one.is_dir())
+
+
+def read_processes(folder: Path) -> list[LoggedProcess]:
+    """One of each rank: the one with most calls."""
+    found = dict[int, LoggedProcess]()
+    for one in folder.iterdir():
+        if (one / "rows").exists() and (process := _process(one)) is not None:
+            known = found.get(process.rank)
+            if known is None or len(process.log.rows) > len(known.log.rows):
+                found[process.rank] = process
+    return [found[rank] for rank in sorted(found)]
+
+
+def _process(folder: Path) -> LoggedProcess | None:
+    try:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        facts = {}  # it was killed
+    log = _without_own_thread(read_log(folder), facts.get("own_thread", 0))
+    if not (log.kinds() == "launch").any():
+        return None
+    TEXTS.update(facts.get("texts", {}))
+    times, operators = learn_from_windows(log, folder, facts.get("windows", ()))
+    return LoggedProcess(folder, facts, log, times, operators)
+
+
+def _without_own_thread(log: DriverLog, thread: int) -> DriverLog:
+    """The thread that looks on calls the driver, too, through the profiler."""
+    numbers = [line["thread"] for line in log.threads if line["id"] == thread]
+    kept = ~np.isin(log.rows["thread"], numbers)
+    return replace(log, rows=log.rows[kept], begin=log.begin[kept], took=log.took[kept])
+
+
+def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Timeline:
+    """All ranks of the run."""
+    logs, times = [one.log for one in processes], [one.times for one in processes]
+    runs = rebuild_ranks(logs, times) if len(processes) > 1 else [rebuild(logs[0], times[0])]
+    timelines = [_timeline(one, run, source) for one, run in zip(processes, runs, strict=True)]
+    whole = merge(timelines) if len(timelines) > 1 else timelines[0]
+    return whole.change_facts(notes=(_how_it_closes(processes, runs), *_complaints(processes)), sources=())
+
+
+def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
+    facts, log = process.facts, process.log
+    codes = CodeObjects(read_source)
+    began = int(facts.get("began", 0)) or int(log.begin[0])
+    times, chains = _looks(process.folder)
+    ended = int((log.begin + log.took).max()) if process.has_stopped else int(facts.get("ended", 0))
+    host = HostSide(
+        began=began,
+        ended=ended,
+        notes=facts.get("notes", ("",)),
+        operators=process.operators,
+        look_times=times,
+        look_chains=chains,
+        codes=codes,
+    )
+    cut_short = facts.get("cut_short")
+    known = RunFacts(
+        source=source,
+        device=facts.get("device", ""),
+        torch=facts.get("torch", ""),
+        allocator=facts.get("allocator"),
+        world=facts.get("world"),
+        loaders=tuple(typed(LoaderUse, one) for one in facts.get("loaders", ())),
+        logged=True,
+        cut_short=typed(CutShort, cut_short) if cut_short else None,
+    )
+    built = LogTimeline(log, run, process.times, process.rank, known, host)
+    timeline = built.timeline(np.array(_steps(log, host), np.int64))
+    loops = RunLoops(counted=counted(process.folder, codes, began))
+    announced = any(name.startswith(STEP_MARKS[:2]) for name in host.notes)
+    told = loops.told(timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames)
+    return _without_windows(told, facts.get("windows", ()), began)
+
+
+def _without_windows(timeline: Timeline, windows: Sequence[dict[str, int]], began: int) -> Timeline:
+    """Iterations in which the profiler looked on are slower than others: they are left out."""
+    marks = timeline.marks_of(timeline.ranks[0])
+    starts = timeline.spans.start[marks]
+    slowed = {*timeline.facts.beside}
+    for window in windows:
+        first, last = np.searchsorted(starts, (window.get("opens", 0) - began, window.get("closed", 0) - began))
+        slowed |= {*range(max(0, int(first) - 1), int(last) + _LETS_GO)}
+    slowed &= {*range(len(marks))}
+    if len(marks) - len(slowed) < _FEWEST:
+        return timeline
+    return timeline.change_facts(beside=tuple(sorted(slowed)))
+
+
+def _looks(folder: Path) -> tuple[Sequence[int], Sequence[tuple[StackFrame, ...]]]:
+    if not (folder / LOOKS).exists():
+        return (), ()
+    with np.load(folder / LOOKS) as left:
+        names = json.loads(left["names"].tobytes())
+        times, chains = left["times"].tolist(), left["chains"].tolist()
+    codes = names["codes"]
+    known = [
+        tuple(StackFrame(codes[code][0], line, codes[code][1]) for code, line in chain) for chain in names["chains"]
+    ]
+    return times, [known[one] for one in chains]
+
+
+def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:
+    """When they ended: of the surest kind of mark that was noted more than once."""
+    notes = np.flatnonzero(log.kinds() == "note")
+    values = log.rows["value"][notes]
+    for beginning in STEP_MARKS:
+        numbers = [number for number, name in enumerate(host.notes) if name.startswith(beginning)]
+        found = log.begin[notes[np.isin(values, numbers)]]
+        if len(found) > 1:
+            return found.tolist()
+    return ()
+
+
+def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
+    calls = sum(int((one.log.kinds() != "note").sum()) for one in processes)
+    errors = np.concatenate([run.errors() for run in runs])
+    known = float(np.mean([run.known for run in runs]))
+    took = sum(int(one.facts.get("ended", 0)) - int(one.facts.get("began", 0)) for one in processes)
+    cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
+    if len(errors) >= _TELLING:
+        closes = f"rebuilt within {100 * float(np.median(errors)):.1f}% of {len(errors):,} real waits"
+    else:
+        apart = [abs(wait.predicted - wait.ended) for run in runs for wait in run.waits]
+        closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if apart else ""
+    stopped = next((one for one in processes if one.has_stopped), None)
+    part = f"the first {duration(_recorded(stopped))} of the run" if stopped is not None else "all of the run"
+    kernels = f"{known:.0%} of kernel times known" if known < _MOST_KNOWN else ""
+    windows = f"the profiler's windows held it up for {cost:.1%} of the time"
+    return f"{'; '.join(filter(None, [f'recorded: {calls:,} calls, {part}', closes, kernels, windows]))}."
+
+
+def _recorded(process: LoggedProcess) -> int:
+    log = process.log
+    return int((log.begin + log.took).max()) - int(process.facts.get("began", log.begin[0]))
+
+
+def _complaints(processes: Sequence[LoggedProcess]) -> list[str]:
+    said = dict[str, None]()
+    for one in processes:
+        facts: Mapping[str, Any] = one.facts
+        if facts.get("stopped"):
+            said[f"{_LATER} ({facts['stopped']})."] = None
+        if not one.times.durations:
+            said["No kernel was timed, as the run ended too soon or profiled itself: times on the GPU are guesses."] = (
+                None
+            )
+    return [*said]

@@ -1,0 +1,231 @@
+"""A program that is logged, without a GPU: what is noted of it, and when the profiler looks on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keepbusy.log import hostlog, program_log
+from keepbusy.log.log_file import ROW, DriverLog, read_log
+from keepbusy.log.program_log import FACTS, LOOKS, KernelWindows
+
+pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
+SOURCES = Path(program_log.__file__).parents[2]
+BEGIN = """
+import sys
+from pathlib import Path
+from keepbusy.log import program_log
+log, why = program_log.start(Path(sys.argv[1]))
+assert not why, why
+"""
+
+
+def logged(script: str, folder: Path) -> tuple[dict, DriverLog, str]:
+    """What it has left, and what it wrote to standard error."""
+    (folder / "script.py").write_text(f"{BEGIN}{textwrap.dedent(script)}\nlog.end()\n")
+    (left := folder / "left").mkdir()
+    done = subprocess.run(
+        [sys.executable, folder / "script.py", left],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCES), "XDG_CACHE_HOME": str(folder / "cache")},
+    )
+    assert done.returncode == 0, done.stderr
+    [process] = left.iterdir()
+    assert (process / LOOKS).exists()
+    return json.loads((process / FACTS).read_text()), read_log(process), done.stderr
+
+
+TRAINS = """
+    import torch
+    import keepbusy
+    from torch.utils.data import DataLoader
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    def train(loader):
+        for batch in loader:
+            model(batch).sum().backward()
+            optimizer.step()
+            keepbusy.step()
+    train(DataLoader(torch.ones(3, 4)))
+"""
+
+
+def test_what_pytorch_annotates_is_noted_with_the_lines_that_it_came_from(tmp_path: Path) -> None:
+    facts, log, said = logged(TRAINS, tmp_path)
+    assert facts["faults"] == []
+    assert said == ""
+    names = [facts["notes"][value] for value in log.rows["value"].tolist()]
+    batch, step = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "Optimizer.step#SGD.step"
+    one = [batch, "", "backward", "", step, "", "keepbusy.step#", ""]
+    assert names == [*(one * 3), batch, ""]
+    backward = int(log.rows["stack"][names.index("backward")])
+    lines = [frame.function for frame in log.stacks[backward] if frame.file.endswith("script.py")]
+    assert lines == ["train", "<module>"]
+
+
+def test_what_loaders_do_is_known(tmp_path: Path) -> None:
+    facts, _, _ = logged(TRAINS, tmp_path)
+    [loader] = facts["loaders"]
+    assert (loader["batches"], loader["workers"]) == (3, 0)
+    assert facts["torch"]
+    assert facts["ended"] > facts["began"]
+
+
+def test_the_compiler_makes_the_same_graphs(tmp_path: Path) -> None:
+    compiles = """
+    import torch
+    from torch._dynamo.utils import counters
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def annotated(x):
+        with torch.profiler.record_function("mine"):
+            return x.sin() * 2
+
+    @torch.compile(backend="eager")
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    annotated(torch.ones(3))
+    for _ in range(3):
+        step(torch.ones(2, 3))
+    (Path(sys.argv[1]).parent / "graphs").write_text(f"{counters['stats']} {[*counters['graph_break'].values()]}")
+    """
+    facts, _, _ = logged(compiles, tmp_path)
+    seen = (tmp_path / "graphs").read_text()
+    assert "backward" in facts["notes"]
+    plain = f"import sys\nfrom pathlib import Path\n{textwrap.dedent(compiles)}"
+    subprocess.run([sys.executable, "-c", plain, tmp_path / "left"], check=True, capture_output=True)
+    assert (tmp_path / "graphs").read_text() == seen
+
+
+def test_a_child_that_is_forked_leaves_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    forks = f"""{TRAINS}
+    import os
+    if not (child := os.fork()):
+        train(DataLoader(torch.ones(2, 4)))
+        log.end()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    train(DataLoader(torch.ones(2, 4)))
+    """
+    facts, log, _ = logged(forks, tmp_path)
+    assert facts["loaders"][0]["batches"] + facts["loaders"][-1]["batches"] in (5, 6, 10)
+    assert (log.rows["value"] == facts["notes"].index("backward")).sum() == 5
+
+
+class Windows(KernelWindows):
+    """In place of the profiler there is nothing, and the clock is the test's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.opened = 0
+
+    @staticmethod
+    def _uses_gpu() -> bool:
+        return True
+
+    def _open(self) -> None:
+        self._profiler, self._since_opened = object(), []
+        self._opened, self.opened = program_log.time.perf_counter_ns(), self.opened + 1
+        self.closed.append({})
+
+    def _close(self) -> None:
+        if self._profiler is not None:
+            self._known |= {*np.concatenate(self._since_opened)["call"].tolist()}
+            self._profiler = None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    now = [0]
+    monkeypatch.setattr(program_log.time, "perf_counter_ns", lambda: now[0])
+    return now
+
+
+class Launching:
+    """A program that launches, and the thread that looks on every 50 ms."""
+
+    def __init__(self, folder: Path, clock: list[int]) -> None:
+        self.windows, self._folder, self._clock, self._count = Windows(folder), folder, clock, 0
+        self.windows.closed.append({})  # as after a first one, which opens in the program's own thread
+
+    def launch(self, calls: list[int], milliseconds: int) -> None:
+        rows = np.zeros(len(calls), ROW)
+        rows["begin"], rows["call"] = np.arange(self._count + 1, self._count + 1 + len(calls)), calls
+        self._count += len(calls)
+        with (self._folder / "rows").open("ab") as file:
+            file.write(rows.tobytes())
+        self._clock[0] += milliseconds * 1_000_000
+        self.windows.think()
+
+
+def test_a_window_opens_when_kernels_repeat_and_closes_after_two_iterations(tmp_path: Path, clock: list[int]) -> None:
+    program, iteration = Launching(tmp_path, clock), [*range(1, 21)]
+    open_for = []
+    for _ in range(20):
+        program.launch(iteration, 60)
+        open_for.append(program.windows._profiler is not None)
+    assert program.windows.opened == 1
+    assert open_for.index(True) in range(3, 6)
+    assert open_for.count(True) in range(2, 5)
+
+
+def test_new_kernels_are_worth_another_window_and_known_ones_are_not(tmp_path: Path, clock: list[int]) -> None:
+    program = Launching(tmp_path, clock)
+    for _ in range(20):
+        program.launch([*range(1, 21)], 60)
+    for _ in range(100):
+        program.launch([*range(31, 61)], 60)
+    assert program.windows.opened == 2
+    for _ in range(100):
+        program.launch([*range(1, 21), *range(31, 61)], 60)
+    assert program.windows.opened == 2
+
+
+def test_kernels_that_never_repeat_are_recorded_all_the_same(tmp_path: Path, clock: list[int]) -> None:
+    program = Launching(tmp_path, clock)
+    for number in range(60):
+        program.launch([*range(100 * number + 1, 100 * number + 31)], 60)
+    assert program.windows.opened in range(1, 6)
+
+
+def test_the_programs_own_profile_goes_first(tmp_path: Path) -> None:
+    profiles = """
+    import torch
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(3).sum()
+    assert any("sum" in one.key for one in profile.key_averages())
+    """
+    facts, _, _ = logged(profiles, tmp_path)
+    assert facts["profiled"] is True
+    assert facts["windows"] == []
+
+
+def test_without_a_compiler_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostlog, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(hostlog.shutil, "which", lambda _: None)
+    assert hostlog.build() == "there is no C compiler; install gcc"
+
+
+def test_the_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostlog, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hostlog.build() == ""
+    [made] = (tmp_path / "keepbusy").iterdir()
+    monkeypatch.setattr(hostlog.shutil, "which", lambda _: None)
+    assert hostlog.build() == ""
+    assert [*made.parent.iterdir()] == [made]
