@@ -163,12 +163,12 @@ LINES = {
     "traces": 2413,
     "instrument": 3691,
     "recording": 3948,
-    "log": 2607,
+    "log": 2611,
     "virtual": 8612,
     "explain": 4808,
     "report": 3521,
     "runtime": 6530,
-    "cli": 3969,
+    "cli": 3971,
     "fix": 7022,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -204,6 +204,8 @@ def _complaints(processes: Sequence[LoggedProcess]) -> list[str]:
         facts: Mapping[str, Any] = one.facts
         if facts.get("stopped"):
             said[f"{_LATER} ({facts['stopped']})."] = None
+        if facts.get("faults"):
+            said[f"Looking at the run failed at times ({facts['faults'][0]})."] = None
         if not one.times.durations:
             said["No kernel was timed, as the run ended too soon or profiled itself: times on the GPU are guesses."] = (
                 None

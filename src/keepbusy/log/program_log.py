@@ -71,7 +71,6 @@ class ProgramLog:
         self._loaders, self._patches = Loaders(), Patches()
         self._windows = KernelWindows(self.folder)
         self._notes = _Notes(self._windows.open_if_wanted)
-        self._place: tuple[int, int] | None = None
         self._began = self._loops.looks.began
         self._faults: list[str] = []
         self._is_going_on = False
@@ -106,16 +105,19 @@ class ProgramLog:
             self._leave()
         if self._full is not None and (self.folder / "rows").stat().st_size > hostlog.MOST_BYTES - _ALMOST:
             self._going_on, self._full = self._full, None  # Python keeps no reference to what is pending
-            ctypes.pythonapi.Py_AddPendingCall(_IN_MAIN_THREAD, ctypes.py_object(self._going_on))
+            _in_main_thread(self._going_on)
 
     def _hook_in(self) -> None:
-        with suppress(Exception):  # what goes wrong here is ours, and no business of the program's
+        """Whatever goes wrong here is ours, and no business of the program's."""
+        try:
             self._notes.begin()
             self._windows.begin()
             self._loaders.begin()
             from torch.utils.data import dataloader
 
             self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._taking_batch)
+        except Exception as error:
+            self._faults.append(f"{type(error).__name__}: {error}")
 
     def _taking_batch(self, original: Function) -> Function:
         def next_batch(iterator: Any) -> Any:
@@ -368,15 +370,13 @@ class KernelWindows:
         return bool(self._period or again > 1 - _UNKNOWN_SHARE)
 
     def _open_soon(self) -> None:
-        """The first time in the program's own thread, where PyTorch was imported: elsewhere Kineto complains. Before
-        Python 3.12 a program that is traced may never come back from what is queued for it, and an annotation of its
-        own is waited for."""
+        """The first time in the program's own thread, where PyTorch was imported: elsewhere Kineto complains. Where
+        nothing can be queued for that thread, its next annotation is waited for."""
         if self.closed:
             self._open()
         elif not self._is_wanted:
             self._is_wanted = True
-            if sys.version_info >= (3, 12) or not _is_traced():
-                ctypes.pythonapi.Py_AddPendingCall(_IN_MAIN_THREAD, ctypes.py_object(self._pending))
+            _in_main_thread(self._pending)
 
     def open_if_wanted(self) -> None:
         if self._is_wanted and not self.closed:
@@ -446,9 +446,11 @@ class KernelWindows:
         return rows
 
 
-def _is_traced() -> bool:
+def _in_main_thread(act: Callable[[], object]) -> None:
+    """Soon. Not in a program that is traced before Python 3.12, which may never come back from what was queued."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return any(one.f_trace is not None for one in outwards(frame))
+    if sys.version_info >= (3, 12) or all(one.f_trace is None for one in outwards(frame)):
+        ctypes.pythonapi.Py_AddPendingCall(_QUEUED, ctypes.py_object(act))
 
 
 def _act(act: Callable[[], object]) -> int:
@@ -457,7 +459,7 @@ def _act(act: Callable[[], object]) -> int:
     return 0
 
 
-_IN_MAIN_THREAD = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(_act)
+_QUEUED = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(_act)
 
 
 def _keys_of(rows: np.ndarray) -> np.ndarray:
