@@ -161,14 +161,14 @@ LINES = {
     "hang": 702,
     "timeline": 3155,
     "traces": 2413,
-    "instrument": 3691,
+    "instrument": 3699,
     "recording": 3948,
-    "log": 2611,
+    "log": 2630,
     "virtual": 8612,
     "explain": 4808,
     "report": 3521,
     "runtime": 6530,
-    "cli": 3971,
+    "cli": 3976,
     "fix": 7022,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

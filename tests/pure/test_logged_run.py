@@ -13,6 +13,7 @@ import pytest
 from handwritten_log import RECORDED
 
 import keepbusy
+from keepbusy.instrument import lines
 from keepbusy.instrument.lines import OURS
 from keepbusy.log.log_file import ROW
 from keepbusy.log.logged_run import read_processes, timeline_of_processes, was_logged
@@ -68,11 +69,13 @@ def test_iterations_under_the_profiler_are_left_out(left: Path) -> None:
     assert len(timeline(left).facts.beside) in range(2, 12)
 
 
-def test_of_a_killed_process_there_is_what_the_log_has(left: Path) -> None:
-    (left / "706" / FACTS).unlink()
+def test_where_no_kernel_was_timed_nothing_is_said_of_the_gpu(left: Path) -> None:
+    (left / "706" / FACTS).unlink()  # as of a process that was killed
     whole = timeline(left)
-    assert "No kernel was timed" in whole.facts.notes[1]
-    assert whole.on_device.sum() > 10_000
+    assert "No kernel was timed, because the run ended too soon" in whole.facts.notes[1]
+    told = keepbusy.explain(without_first_steps(whole))
+    assert told.plan == ()
+    assert told.ledger == {}
 
 
 def test_of_a_run_that_went_on_after_its_log_was_full_the_first_part_is_explained(left: Path) -> None:
@@ -92,3 +95,13 @@ def test_a_process_that_launched_nothing_is_no_part_of_the_run(left: Path) -> No
     assert len(read_processes(left)) == 1
     shutil.rmtree(left / "706")
     assert read_processes(left) == []
+
+
+def test_the_package_that_ran_is_the_users_own_wherever_it_lies(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_RAN_ELSEWHERE", [])
+    path = left / "706" / FACTS
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"program": "/x/site-packages/train/"}))
+    assert lines.kind_of("/x/site-packages/train/loop.py") == lines.LIBRARY
+    timeline(left)
+    assert lines.kind_of("/x/site-packages/train/loop.py") == lines.USER
+    assert lines.kind_of("/x/site-packages/other/loop.py") == lines.LIBRARY

@@ -116,6 +116,18 @@ def test_what_is_longer_than_a_log_holds_is_recorded_closely_from_there_on(
     assert said["plain_runs"][0]["steps"] > 500
 
 
+def test_a_fault_of_the_report_is_no_end_of_the_program(tmp_path: Path, warm_python: WarmPython) -> None:
+    faulty = f"{PRETENCE}\nrecorded._whole = lambda *_: 1 / 0\n"
+    (tmp_path / "sitecustomize.py").write_text(faulty.replace("HERE", repr(str(HERE))))
+    (tmp_path / "train.py").write_text("raise SystemExit(7)")
+    path = os.pathsep.join([str(tmp_path), str(SOURCES)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = warm_python.keepbusy("run", "train.py", cwd=tmp_path, env=environment)
+    assert done.returncode == 7
+    assert "this is a bug of keepbusy" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
 def test_the_report_names_exact_lines_and_says_what_was_recorded(record, tmp_path: Path) -> None:
     done = record(LONG, "--json", "--save", "run.busy")
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from keepbusy.cli import line_of, screen
+from keepbusy.cli import line_of, screen, sentence_of
 from keepbusy.instrument.processes import KeptDescriptor, high_copy, make_folder
 from keepbusy.instrument.script import flush
 from keepbusy.log import hostlog
@@ -88,8 +88,10 @@ def run_supervised(
             if whole.facts.cut_short is None:
                 whole = whole.change_facts(cut_short=_cut_short(folder, child.killed_by))
             report(whole)
-    except BadInput as error:
-        streams.complain(str(error))
+    except OSError:
+        raise
+    except Exception as error:  # a fault of ours is no end of the program's, whose exit code is its own
+        streams.complain(sentence_of(error))
     finally:
         status = child.wait()
         if not kept:
@@ -162,7 +164,7 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
     timelines, why = _left(later, source) if later.exists() else ([], [])
     if not timelines:
         if logged_run.was_logged(folder):
-            return _whole_from_logs(folder, source)
+            return _whole_from_logs(folder, source, streams)
         timelines, why = _left(folder, source)
     if world() > 1:
         timelines, why = shared(timelines, why)
@@ -176,7 +178,7 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
     return together(timelines)
 
 
-def _whole_from_logs(folder: Path, source: str) -> Timeline:
+def _whole_from_logs(folder: Path, source: str, streams: StandardStreams) -> Timeline:
     """All processes of the program are rebuilt together."""
     from keepbusy.log import logged_run
     from keepbusy.timeline.steps import without_first_steps
@@ -184,7 +186,10 @@ def _whole_from_logs(folder: Path, source: str) -> Timeline:
     processes = logged_run.read_processes(folder)
     if not processes:
         return Timeline((Lane(0, None, 0),), (), Spans.of(0)).change_facts(source=source, logged=True)
-    return without_first_steps(logged_run.timeline_of_processes(processes, source))
+    whole = logged_run.timeline_of_processes(processes, source)
+    for sentence in whole.facts.notes[1:]:
+        streams.complain(sentence)
+    return without_first_steps(whole)
 
 
 def _cut_short(folder: Path, killed_by: str | None) -> CutShort | None:

@@ -52,6 +52,12 @@ PROGRAM_CODE = (USER, LIBRARY)
 
 
 _LAUNCHERS = set[str]()
+_RAN_ELSEWHERE: list[str] = []
+
+
+def set_program(path: str) -> None:
+    """What `program_path` was in the process whose lines are told of here."""
+    _RAN_ELSEWHERE.append(path)
 
 
 def set_launcher() -> None:
@@ -180,7 +186,7 @@ def kind_of(file: str) -> int:
         return TORCH if _speaks_for_itself(file) else HIDDEN
     if file.startswith(_LIBRARIES) and not _installed_into(file):
         return PYTHON
-    return USER if not _installed_into(file) or file.startswith(_program()) else LIBRARY
+    return USER if not _installed_into(file) or file.startswith(program_path()) else LIBRARY
 
 
 @cache
@@ -238,11 +244,13 @@ def call_at_program(native: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return eval(call, frame.f_globals, {"native": native, "args": args, "kwargs": kwargs})
 
 
-def _program() -> str:
+def program_path() -> str:
     """The file that runs, or the folder of its package where that was named: `-m package.module`.
 
     It is the user's own wherever it lies.
     """
+    if _RAN_ELSEWHERE:
+        return _RAN_ELSEWHERE[-1]
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None) or "<none>"
     depth = spec.name.count(".") if spec is not None else 0

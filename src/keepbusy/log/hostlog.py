@@ -39,7 +39,10 @@ class PythonLayout(ctypes.Structure):
 
 def build() -> str:
     """Compiles the library into the user's cache, if it is not there. Returns why it cannot, or an empty string."""
-    path = _path()
+    try:
+        path = _path()
+    except (OSError, RuntimeError) as error:
+        return f"there is no place for its library ({error})"
     if path.exists():
         return ""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -120,7 +123,7 @@ def _counter_is_a_clock() -> bool:
 def _library() -> ctypes.PyDLL | None:
     try:
         library = ctypes.PyDLL(str(_path()))
-    except OSError:
+    except (OSError, RuntimeError):
         return None
     library.hostlog_start.restype = library.hostlog_stop.restype = ctypes.c_char_p
     library.hostlog_start.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.instrument.lines import TEXTS
+from keepbusy.instrument.lines import TEXTS, set_program
 from keepbusy.instrument.loop_counts import CodeObjects, counted
 from keepbusy.instrument.loop_tree import read_source
 from keepbusy.instrument.run_loops import RunLoops
@@ -24,15 +24,15 @@ from keepbusy.log.rebuild import RebuiltRun, rebuild
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import STEP_MARKS
-from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.model import NONE, Spans, Timeline
 from keepbusy.timeline.ranks import merge
-from keepbusy.timeline.run_facts import CutShort, LoaderUse, RunFacts
+from keepbusy.timeline.run_facts import CutShort, LoaderUse, Part, RunFacts
 
 _LETS_GO, _FEWEST = 1, 8
 """Iterations after a window that are still slow; and how many there are to be beside those."""
 _LATER = "What the program did after its log had ended is not in this report"
-_MOST_KNOWN = 0.95
-"""Of commands whose durations are known: with more, it is not said how many."""
+_LEAST_KNOWN, _MOST_KNOWN = 0.5, 0.95
+"""Of commands whose durations are known: with fewer, nothing is said of the GPU; with more, not how many."""
 _TELLING = 20
 """Waits of some length of which a median tells."""
 
@@ -82,6 +82,8 @@ def _process(folder: Path) -> LoggedProcess | None:
     if not (log.kinds() == "launch").any():
         return None
     TEXTS.update(facts.get("texts", {}))
+    if facts.get("program"):
+        set_program(facts["program"])
     times, operators = learn_from_windows(log, folder, facts.get("windows", ()))
     return LoggedProcess(folder, facts, log, times, operators)
 
@@ -99,7 +101,15 @@ def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Ti
     runs = rebuild_ranks(logs, times) if len(processes) > 1 else [rebuild(logs[0], times[0])]
     timelines = [_timeline(one, run, source) for one, run in zip(processes, runs, strict=True)]
     whole = merge(timelines) if len(timelines) > 1 else timelines[0]
+    if min(run.known for run in runs) < _LEAST_KNOWN:  # when the GPU was idle would be a guess
+        run = whole.facts.run and _without_gpu(whole.facts.run)
+        whole = Timeline(whole.lanes[:1], (), Spans.of(0), facts=replace(whole.facts, run=run))
     return whole.change_facts(notes=(_how_it_closes(processes, runs), *_complaints(processes)), sources=())
+
+
+def _without_gpu(part: Part) -> Part:
+    lines, parts = (replace(one, idle=NONE) for one in part.lines), map(_without_gpu, part.parts)
+    return replace(part, busy=NONE, shares=(), lines=tuple(lines), parts=tuple(parts))
 
 
 def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
@@ -207,7 +217,6 @@ def _complaints(processes: Sequence[LoggedProcess]) -> list[str]:
         if facts.get("faults"):
             said[f"Looking at the run failed at times ({facts['faults'][0]})."] = None
         if not one.times.durations:
-            said["No kernel was timed, as the run ended too soon or profiled itself: times on the GPU are guesses."] = (
-                None
-            )
+            why = "the program profiled itself" if facts.get("profiled") else "the run ended too soon"
+            said[f"No kernel was timed, because {why}: what the GPU did is not known."] = None
     return [*said]

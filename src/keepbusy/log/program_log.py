@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from keepbusy.instrument import ENDED
-from keepbusy.instrument.lines import TEXTS, outwards
+from keepbusy.instrument.lines import TEXTS, outwards, program_path
 from keepbusy.instrument.loader_uses import Loaders
 from keepbusy.instrument.loop_counts import LoopCounts
 from keepbusy.instrument.loops import LoopWatch
@@ -47,8 +47,8 @@ _ALMOST = 2 << 20
 """Bytes of its log that a program may still fill before somebody else goes on."""
 _MOST_WINDOWS = 6
 _WRITES_EVERY = 20_000_000_000
-_FIRST_CHECK, _RARELY = 50_000_000, 2_000_000_000
-_LASTS = 150_000_000
+_FIRST_CHECK, _RARELY = 25_000_000, 2_000_000_000
+_LASTS = 60_000_000
 """Kernels of which the program launches unknown ones for so long are worth a window."""
 _PATIENCE = 500_000_000
 """Kernels that do not repeat are recorded after so long, and after twice as long each further time."""
@@ -162,7 +162,7 @@ class ProgramLog:
             "rank": rank,
             "world": world,
             "began": self._began,
-            "faults": [*self._faults, *filter(None, [self._loops.fault])],
+            "faults": [*self._faults, *filter(None, [self._windows.fault, self._loops.fault])],
             "notes": self._notes.names,
             "windows": self._windows.closed,
             "profiled": self._windows.gave_way,
@@ -172,6 +172,7 @@ class ProgramLog:
             "torch": getattr(sys.modules.get("torch"), "__version__", ""),
             "device": _device(),
             "texts": dict(TEXTS),
+            "program": program_path(),
         }
         write_whole(self.folder / FACTS, json.dumps(facts | more), durable=False)
 
@@ -295,7 +296,8 @@ class KernelWindows:
 
     def __init__(self, folder: Path) -> None:
         self.closed: list[dict[str, int]] = []
-        self.gave_way = False
+        self.gave_way = self.has_ended = False
+        self.fault = ""
         self.held_up = self.thread = 0
         self._folder = folder
         self._lock = threading.RLock()
@@ -325,7 +327,7 @@ class KernelWindows:
     def think(self) -> None:
         """In the thread that looks on."""
         now = time.perf_counter_ns()
-        if now < self._next_check or self.gave_way or not self._uses_gpu():
+        if now < self._next_check or self.gave_way or self.has_ended or not self._uses_gpu():
             return
         self.thread = self.thread or threading.get_native_id()
         rows = self._new_rows()
@@ -381,8 +383,10 @@ class KernelWindows:
     def open_if_wanted(self) -> None:
         if self._is_wanted and not self.closed:
             self._is_wanted = False
-            with suppress(Exception):  # what goes wrong here is ours, and no business of the program's
+            try:
                 self._open()
+            except Exception as error:  # it is ours, and no business of the program's
+                self.fault = f"{type(error).__name__}: {error}"
 
     def _open(self) -> None:
         from torch.autograd import profiler
@@ -397,6 +401,9 @@ class KernelWindows:
                     use_cpu=True, use_device=_DEVICE, use_kineto=True, experimental_config=_in_all_threads()
                 )
                 self._profiler.__enter__()
+            except Exception:
+                self._profiler, self.has_ended = None, True  # it would fail again
+                raise
             finally:
                 self._is_ours = False
             self._opened = time.perf_counter_ns()
