@@ -20,6 +20,7 @@ import pytest
 import torch
 from fix_programs import fixed, found_by
 from torch import nn
+from torch.utils.data import DataLoader
 from warm_python import warm
 
 from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
@@ -28,6 +29,7 @@ from keepbusy.fix.live.host_numbers import DrawsAhead
 from keepbusy.fix.live.host_waits import QuickCollection
 from keepbusy.fix.live.late_gradients import LateGradients
 from keepbusy.fix.live.live_fixes import ASKED, LiveFixes, chosen, foretold
+from keepbusy.fix.live.more_workers import FedLoop, MoreWorkers
 from keepbusy.fix.live.switch import FixSwitch
 from keepbusy.fix.live.trial import FixTrial, TrialResult
 from keepbusy.instrument.patches import Patches, left_alone
@@ -609,3 +611,25 @@ for turn in range(14):
     assert 'train.py", line 14' in finished.stderr
     assert "ValueError: broken" in finished.stderr
     assert "keepbusy/fix/" not in finished.stderr
+
+
+def test_workers_that_are_let_go_are_not_waited_for_whatever_they_held() -> None:
+    """A worker that is ended while it looks whether it shall go on takes that lock with it."""
+    loader = DataLoader(torch.arange(64.0), batch_size=1)
+    loop = FedLoop(MoreWorkers(lambda: None), loader, loader.__iter__)
+    next(loop)
+    loop._employ(1, torch.ones(1))
+    next(loop)
+    workers = loop._workers
+    with workers._workers_done_event._cond:
+        loop._let_go()
+        collecting = threading.Thread(target=workers.__del__, daemon=True)
+        collecting.start()
+        collecting.join(timeout=30)
+        assert not collecting.is_alive()
+    assert all(one.exitcode is not None for one in map(joined, workers._workers))
+
+
+def joined(worker: Any) -> Any:
+    worker.join(timeout=30)
+    return worker

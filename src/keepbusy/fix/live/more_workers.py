@@ -120,13 +120,19 @@ class FedLoop:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Nobody waits for workers that have nothing to hand in."""
+        """Nobody waits for workers that have nothing to hand in. One may have held a lock that it shares with us when
+        it was ended, so their loader is not to say good-bye to them once it is collected: it would wait for ever."""
         workers, self._workers = self.__dict__.get("_workers"), None
         if workers is not None and not workers._shutdown:
+            workers._shutdown = True
             loading.signal_handling._remove_worker_pids(id(workers))
             workers._worker_pids_set = False
             for one in workers._workers:
                 one.terminate()
+            if hasattr(workers, "_pin_memory_thread"):
+                workers._pin_memory_thread_done_event.set()
+            for queue in (workers._worker_result_queue, *workers._index_queues):
+                queue.cancel_join_thread()
 
     def __next__(self) -> Any:
         if not self._given and not self._loader.num_workers and id(self._loader) in self._fix.known:
