@@ -266,7 +266,7 @@ def test_operators_that_called_nothing_stand_where_the_profiler_saw_them() -> No
     written.call("launch", 1, took=10, stack=1)
     log = written.log()
     first, second = call_keys(log)
-    operators = CallOperators(between={(first, second): [OperatorBetweenCalls(("aten::randn",), 0.2, 0.7)]})
+    operators = CallOperators(between={(first, second): [OperatorBetweenCalls("aten::randn", 0.2, 0.7)]})
     operators.around[second][Operators(("aten::mul",), 0)] += 1
     found = host_frames(told_with(written, HostSide(operators=operators)))
     main = "train.py(9): <module>"
@@ -309,8 +309,8 @@ def test_frames_are_those_of_a_stack_that_grows_and_shrinks(
     exact = np.array([one for _, _, one in visited])
     at_most = np.array([one for _, one, _ in visited])
     start = 10 * np.arange(len(visited))
-    kinds, names = ([np.array([int(entry[part]) for entry in one], np.int64) for one in chains] for part in (0, 1))
-    found = frames_of(Visits(chain, start, start + 10, at_most, exact), chains, kinds, names)
+    names = {f"{number}": number for number in range(3)}
+    found, exact_frames, innermost = frames_of(Visits(chain, start, start + 10, at_most, exact), chains, names, 0)
     opened: list[list[int]] = []  # name, parent, start, end, exact
     stack: list[int] = []
     for visit, (number, shared, is_exact) in enumerate(visited):
@@ -326,6 +326,6 @@ def test_frames_are_those_of_a_stack_that_grows_and_shrinks(
             opened.append([name, stack[-2] if len(stack) > 1 else NONE, 10 * visit, 0, is_exact])
         for one in stack:
             opened[one][3] = 10 * visit + 10
-        assert found.innermost[visit] == stack[-1]
-    columns = found.name, found.parent, found.start, found.end, found.is_exact
+        assert innermost[visit] == stack[-1]
+    columns = found.name, found.parent, found.start, found.end, exact_frames
     assert list(map(list, zip(*(one.tolist() for one in columns), strict=True))) == opened

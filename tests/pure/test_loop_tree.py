@@ -24,9 +24,10 @@ from keepbusy.instrument.loop_tree import (
     turns_at,
 )
 from keepbusy.instrument.loops import Line
+from keepbusy.instrument.processes import uses_gpu
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.run_counters import GpuShare, uses_gpu
+from keepbusy.recording.run_counters import GpuShare
 from keepbusy.recording.step_clock import ENDS, Marks
 from keepbusy.recording.windows import whole_step
 from keepbusy.timeline.model import NONE, Ints

@@ -69,7 +69,7 @@ def test_the_same_call_is_made_in_the_same_operators_all_along(tmp_path: Path) -
     keys = call_keys(log)
     assert {operators.of(key) for key in keys[1:]} == {Operators(("aten::mm",), 0)}
     [between] = {tuple(one) for one in operators.between.values()}
-    assert [(one.names, one.begin, one.end) for one in between] == [(("aten::randn",), 3 / 40, 15 / 40)]
+    assert [(one.name, one.begin, one.end) for one in between] == [("aten::randn", 3 / 40, 15 / 40)]
 
 
 def test_a_call_that_no_window_had_is_in_no_operator() -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keepbusy.log import hostlog, program_log
+from keepbusy.log import hostlog, kernel_windows, program_log
+from keepbusy.log.kernel_windows import KernelWindows
 from keepbusy.log.log_file import ROW, DriverLog, read_log
-from keepbusy.log.program_log import FACTS, LOOKS, KernelWindows
+from keepbusy.log.program_log import FACTS, LOOKS
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
 SOURCES = Path(program_log.__file__).parents[2]
@@ -133,14 +134,10 @@ class Windows(KernelWindows):
         super().__init__(folder)
         self.opened = 0
 
-    @staticmethod
-    def _uses_gpu() -> bool:
-        return True
-
     def _open(self) -> None:
         self._profiler, self._since_opened = object(), []
-        self._opened, self.opened = program_log.time.perf_counter_ns(), self.opened + 1
-        self.closed.append({})
+        self._opened, self.opened = kernel_windows.time.perf_counter_ns(), self.opened + 1
+        self.windows.append({})
 
     def _close(self) -> None:
         if self._profiler is not None:
@@ -151,7 +148,8 @@ class Windows(KernelWindows):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     now = [0]
-    monkeypatch.setattr(program_log.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(kernel_windows.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(kernel_windows, "uses_gpu", lambda: True)
     return now
 
 
@@ -160,7 +158,7 @@ class Launching:
 
     def __init__(self, folder: Path, clock: list[int]) -> None:
         self.windows, self._folder, self._clock, self._count = Windows(folder), folder, clock, 0
-        self.windows.closed.append({})  # as after a first one, which opens in the program's own thread
+        self.windows.windows.append({})  # as after a first one, which opens in the program's own thread
 
     def launch(self, calls: list[int], milliseconds: int) -> None:
         rows = np.zeros(len(calls), ROW)
@@ -177,7 +175,7 @@ def test_a_window_opens_when_kernels_repeat_and_closes_after_two_iterations(tmp_
     open_for = []
     for _ in range(20):
         program.launch(iteration, 60)
-        open_for.append(program.windows._profiler is not None)
+        open_for.append(program.windows.is_open)
     assert program.windows.opened == 1
     assert open_for.index(True) in range(2, 6)
     assert open_for.count(True) in range(2, 5)
@@ -212,7 +210,7 @@ def test_a_profiler_that_cannot_begin_is_not_asked_again(tmp_path: Path, monkeyp
     windows.open_if_wanted()
     assert windows.has_ended
     assert windows.fault == "TypeError: no such option"
-    assert windows.closed == []
+    assert windows.windows == []
     windows.end()
 
 

@@ -14,6 +14,7 @@ import runpy
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import zlib
@@ -280,6 +281,27 @@ def _lives(process: int) -> bool:
     except OSError as error:  # it may be somebody else's
         return not isinstance(error, ProcessLookupError)
     return True
+
+
+# What a process knows of its ranks and of its GPU, where PyTorch may be in the midst of its import.
+
+_KNOWN_PLACES: dict[int, tuple[int, int]] = {}
+"""Of each process, by its number: it may have left its group when it is asked again."""
+
+
+def rank_and_world() -> tuple[int, int]:
+    """As PyTorch knows them or has known them, or else the launcher."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    process = os.getpid()
+    if getattr(distributed, "is_initialized", bool)():
+        _KNOWN_PLACES[process] = distributed.get_rank(), distributed.get_world_size()
+    return _KNOWN_PLACES.get(process) or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def uses_gpu() -> bool:
+    """Whether the program uses its GPU by now; asked from beside it, which may be while it imports PyTorch."""
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
+    return is_initialized is not None and bool(is_initialized())
 
 
 if __name__ == "__mp_main__" and CHILD in os.environ:  # last, for all names go that are not the program's

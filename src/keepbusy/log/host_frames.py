@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from types import CodeType
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from keepbusy.instrument.loop_counts import CodeObjects
 from keepbusy.log.log_file import StackFrame
 from keepbusy.log.profiler_window import OperatorBetweenCalls, Operators
 from keepbusy.log.program_log import BACKWARD_PASS
-from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask
+from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask, Table, column
 
 Entry = tuple[FrameKind, str]
 """A frame as it is written: a line, an annotation or an operator."""
@@ -181,7 +181,7 @@ def with_operators(
                 reached = until
         lines = next((piece.chain for piece in pieces if piece.until >= (first + last) / 2), None)
         chain = otherwise if lines is None else lines
-        yield Piece(last, (*chain, *((FrameKind.OPERATOR, name) for name in operator.names))), len(chain)
+        yield Piece(last, (*chain, (FrameKind.OPERATOR, operator.name))), len(chain)
         reached = last
     for piece in pieces:
         if reached < piece.until:
@@ -189,16 +189,16 @@ def with_operators(
             reached = piece.until
 
 
-@dataclass
-class Visits:
+@dataclass(frozen=True, eq=False)
+class Visits(Table):
     """Where a thread was, one after the other; what two in a row share has not ended in between."""
 
-    chain: Ints
-    start: Ints
-    end: Ints
-    shared_at_most: Ints
+    chain: Ints = column(np.int64)
+    start: Ints = column(np.int64)
+    end: Ints = column(np.int64)
+    shared_at_most: Ints = column(np.int64)
     """So many frames may be those of the visit before, the outermost."""
-    is_exact: Mask
+    is_exact: Mask = column(np.bool_)
     """Whether a call tells of it, else a look."""
 
     def kept(self, chains: Sequence[Chain]) -> Ints:
@@ -225,21 +225,9 @@ def _in_common(first: Chain, second: Chain) -> int:
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))])
 
 
-@dataclass
-class FrameColumns:
-    """Frames of a lane, in the order in which they open, and the innermost frame of each visit."""
-
-    kind: Ints
-    name: Ints
-    parent: Ints
-    start: Ints
-    end: Ints
-    is_exact: Mask
-    innermost: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
-def frames_of(visits: Visits, chains: Sequence[Chain], kinds: Sequence[Ints], names: Sequence[Ints]) -> FrameColumns:
-    """`kinds`, `names`: of each chain's entries."""
+def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], lane: int) -> tuple[Frames, Mask, Ints]:
+    """Frames of a lane, in the order in which they open; whether a call tells of each; and the innermost frame of each
+    visit. `names`: their numbers, which new ones join."""
     kept = visits.kept(chains)
     lengths = np.array([len(one) for one in chains], np.int64)[visits.chain]
     depths = range(int(lengths.max(initial=0)))
@@ -257,43 +245,23 @@ def frames_of(visits: Visits, chains: Sequence[Chain], kinds: Sequence[Ints], na
     firsts = np.concatenate([[0], np.cumsum([len(one) for one in opens])]).astype(np.int64)
     parent, innermost = np.full(len(order), NONE, np.int64), np.full(len(kept), NONE, np.int64)
     for at in depths:
-        mine = place[firsts[at] : firsts[at + 1]]
+        rows = place[firsts[at] : firsts[at + 1]]
         if at:
-            parent[mine] = place[firsts[at - 1] + np.searchsorted(opens[at - 1], opens[at], side="right") - 1]
+            parent[rows] = place[firsts[at - 1] + np.searchsorted(opens[at - 1], opens[at], side="right") - 1]
         inside = np.flatnonzero(lengths == at + 1)
-        innermost[inside] = mine[np.searchsorted(opens[at], inside, side="right") - 1]
+        innermost[inside] = rows[np.searchsorted(opens[at], inside, side="right") - 1]
     offsets = np.concatenate([[0], np.cumsum([len(one) for one in chains])]).astype(np.int64)
-    flat_kinds, flat_names = (np.concatenate([nothing, *one]) for one in (kinds, names))
+    entries = [entry for chain in chains for entry in chain]
+    kinds = np.array([kind for kind, _ in entries], np.int64)
+    numbers = np.array([names.setdefault(name, len(names)) for _, name in entries], np.int64)
     entry = (offsets[visits.chain[visit]] + depth)[order]
-    return FrameColumns(
-        kind=flat_kinds[entry],
-        name=flat_names[entry],
+    frames = Frames.of(
+        len(order),
+        lane=lane,
+        kind=kinds[entry],
+        name=numbers[entry],
         parent=parent,
         start=visits.start[visit][order],
         end=visits.end[until][order],
-        is_exact=visits.is_exact[visit][order],
-        innermost=innermost,
     )
-
-
-def table_of(lanes: dict[int, FrameColumns]) -> tuple[Frames, Mask, dict[int, int]]:
-    """All lanes' frames in one table, which of them are exact, and the number of each lane's first one."""
-    firsts, parents, count = dict[int, int](), list[Ints](), 0
-    for lane, columns in lanes.items():
-        firsts[lane] = count
-        parents.append(np.where(columns.parent == NONE, NONE, columns.parent + count))
-        count += len(columns.name)
-
-    def joined(name: str) -> Ints:
-        return np.concatenate([np.zeros(0, np.int64), *(getattr(one, name) for one in lanes.values())])
-
-    frames = Frames.of(
-        count,
-        lane=np.repeat(np.array([*lanes], np.int64), [len(one.name) for one in lanes.values()]),
-        kind=joined("kind"),
-        name=joined("name"),
-        parent=np.concatenate([np.zeros(0, np.int64), *parents]),
-        start=joined("start"),
-        end=joined("end"),
-    )
-    return frames, joined("is_exact").astype(bool), firsts
+    return frames, visits.is_exact[visit][order], innermost

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from keepbusy.log.device_commands import collective_of
 from keepbusy.log.host_frames import (
     NOWHERE,
     Chains,
-    FrameColumns,
     LooksBetweenCalls,
     Noted,
     SourceLines,
     Visits,
     frames_of,
-    table_of,
     with_operators,
 )
 from keepbusy.log.kernel_times import KernelTimes
@@ -36,6 +34,7 @@ from keepbusy.timeline.model import (
     UNRECORDED,
     Direction,
     Floats,
+    Frames,
     Ints,
     Kind,
     Lane,
@@ -115,6 +114,19 @@ class _HostEvents:
     """So many frames it may have in common with the one before."""
 
 
+class _Stay(NamedTuple):
+    """A part of the time between two calls."""
+
+    event: int
+    """The one that comes next."""
+    place: int
+    start: float
+    end: float
+    chain: int
+    shared_at_most: int
+    is_exact: bool
+
+
 class LogTimeline:
     """Builds it. `source_lines` has the code objects of its lines then, `exact_frames` those that calls tell of."""
 
@@ -156,29 +168,22 @@ class LogTimeline:
 
     def timeline(self, begins: Ints) -> Timeline:
         log, run, origin = self._log, self._run, self._origin
-        told = self._is_launch | self._is_sync | self._is_allocation | self._is_note
-        lanes = [_HOST_LANE, *(lane for lane in np.unique(self._lane_of_row).tolist() if lane != _HOST_LANE)]
-        parts, columns = list[Spans](), dict[int, FrameColumns]()
+        is_event = self._is_launch | self._is_sync | self._is_allocation | self._is_note
+        parts, frames, is_exact = list[Spans](), list[Frames](), list[Mask]()
         rows, places = list[Ints](), list[Ints]()
-        frame_at = list[tuple[int, Ints]]()
+        lanes = [_HOST_LANE, *(lane for lane in np.unique(self._lane_of_row).tolist() if lane != _HOST_LANE)]
         for lane in lanes:
-            events = self._events(np.flatnonzero(told & (self._lane_of_row == lane)))
+            events = self._events(np.flatnonzero(is_event & (self._lane_of_row == lane)))
             spans, visits, visit_of_span, row, place = self._host_spans(events, lane)
-            chain_kinds = [np.array([entry[0] for entry in chain], np.int64) for chain in self._chains.known]
-            chain_names = [
-                np.array([self._number(name) for _, name in chain], np.int64) for chain in self._chains.known
-            ]
-            columns[lane] = frames_of(visits, self._chains.known, chain_kinds, chain_names)
-            innermost = np.append(columns[lane].innermost, NONE)
-            frame_at.append((lane, innermost[visit_of_span]))
-            parts.append(spans)
+            of_lane, exact, innermost = frames_of(visits, self._chains.known, self._names, lane)
+            first = sum(map(len, frames))
+            frame = np.append(innermost, NONE)[visit_of_span]
+            parts.append(spans.change(frame=np.where(frame == NONE, NONE, frame + first)))
+            frames.append(of_lane.change(parent=np.where(of_lane.parent == NONE, NONE, of_lane.parent + first)))
+            is_exact.append(exact)
             rows.append(row)
             places.append(place)
-        frames, self.exact_frames, firsts = table_of(columns)
-        parts = [
-            one.change(frame=np.where(frame == NONE, NONE, frame + firsts[lane]))
-            for one, (lane, frame) in zip(parts, frame_at, strict=True)
-        ]
+        self.exact_frames = np.concatenate(is_exact)
         commands = self._command_spans()
         of_issuer = np.arange(len(run.issuers)) - np.searchsorted(run.issuers, run.issuers)
         rows.append(run.issuers)
@@ -205,7 +210,7 @@ class LogTimeline:
             names=names,
             spans=spans,
             links=self._links(calls, command_rows),
-            frames=described(frames, names),
+            frames=described(Frames.concatenate(frames), names),
             facts=replace(self._facts, groups=groups),
         )
         host = timeline.rows_of(_HOST_LANE)
@@ -260,42 +265,47 @@ class LogTimeline:
         its place among the spans of that row."""
         rows, log = events.row, self._log
         waits = events.begin > events.reached
-        divided = self._divided(events) if lane == _HOST_LANE else {}
+        stays = self._divided(events) if lane == _HOST_LANE else []
+        of_stay, stay_place, stay_chain, stay_shared = (
+            np.array([getattr(stay, name) for stay in stays], np.int64)
+            for name in ("event", "place", "chain", "shared_at_most")
+        )
+        stay_start, stay_end = (np.array([getattr(stay, name) for stay in stays], float) for name in ("start", "end"))
         is_whole = waits.copy()
-        is_whole[[*divided]] = False
+        is_whole[of_stay] = False
         gaps, calls = np.flatnonzero(is_whole), np.flatnonzero(~self._is_note[rows])
         work, lengths = self._number("work"), np.array([len(chain) for chain in self._chains.known], np.int64)
-        pieces = [(event, *piece) for event, found in divided.items() for piece in found]
-        table = np.array(pieces, np.float64).reshape(-1, 7)
-        of_piece, piece_place = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64)
         end = self._host.ended - self._origin if lane == _HOST_LANE and self._host.ended else 0
         last = events.end[-1:] if len(rows) else np.zeros(1)
         tail = last[last < end]
 
-        # where the thread was: between calls, in pieces of that, in calls
-        row = np.concatenate([gaps, of_piece, calls])
-        place = np.concatenate([np.zeros(len(gaps), np.int64), piece_place, np.full(len(calls), _CALL)])
+        # where the thread was: between calls, in parts of such a time, in calls
+        row = np.concatenate([gaps, of_stay, calls])
+        place = np.concatenate([np.zeros(len(gaps), np.int64), stay_place, np.full(len(calls), _CALL)])
+        starts = np.concatenate([events.reached[gaps], stay_start, events.begin[calls]])
+        ends = np.concatenate([events.begin[gaps], stay_end, events.end[calls]])
+        are_exact = [
+            np.ones(len(gaps), bool),
+            np.array([stay.is_exact for stay in stays], bool),
+            np.ones(len(calls), bool),
+        ]
         visits = Visits(
-            chain=np.concatenate([events.lines[gaps], table[:, 4].astype(np.int64), events.chain[calls]]),
-            start=np.concatenate([events.reached[gaps], table[:, 2], events.begin[calls]]).astype(np.int64),
-            end=np.concatenate([events.begin[gaps], table[:, 3], events.end[calls]]).astype(np.int64),
-            shared_at_most=np.concatenate(
-                [lengths[events.lines[gaps]], table[:, 5].astype(np.int64), events.shared[calls]]
-            ),
-            is_exact=np.concatenate([np.ones(len(gaps), bool), table[:, 6] > 0, np.ones(len(calls), bool)]),
+            chain=np.concatenate([events.lines[gaps], stay_chain, events.chain[calls]]),
+            start=starts.astype(np.int64),
+            end=ends.astype(np.int64),
+            shared_at_most=np.concatenate([lengths[events.lines[gaps]], stay_shared, events.shared[calls]]),
+            is_exact=np.concatenate(are_exact),
         )
-        starts = np.concatenate([events.reached[gaps], table[:, 2], events.begin[calls]])
-        ends = np.concatenate([events.begin[gaps], table[:, 3], events.end[calls]])
         call_kind = np.select(
             [self._is_launch[rows[calls]], self._is_sync[rows[calls]]], [Kind.LAUNCH, Kind.SYNC], Kind.ALLOCATE
         )
-        kind = np.concatenate([np.full(len(gaps) + len(table), Kind.WORK), call_kind])
+        kind = np.concatenate([np.full(len(gaps) + len(stays), Kind.WORK), call_kind])
         by_call = {number: self._number(NAMES_OF_CALLS.get(one.kind, one.kind)) for number, one in log.calls.items()}
         call_name = np.array([by_call[number] for number in log.rows["call"][rows[calls]].tolist()], np.int64)
-        name = np.concatenate([np.full(len(gaps) + len(table), work), call_name])
-        awaits = np.concatenate([np.full(len(gaps) + len(table), NONE), self._awaits(rows[calls])])
+        name = np.concatenate([np.full(len(gaps) + len(stays), work), call_name])
+        awaits = np.concatenate([np.full(len(gaps) + len(stays), NONE), self._awaits(rows[calls])])
         # a copy that the caller waits for is a launch and a wait
-        copies = np.flatnonzero(self._is_waited_for[rows[calls]]) + len(gaps) + len(table)
+        copies = np.flatnonzero(self._is_waited_for[rows[calls]]) + len(gaps) + len(stays)
         launched = np.minimum(ends[copies], starts[copies] + self._times.launch)
         waited = self._stream_lanes(rows[row[copies]])
         count = len(copies) + len(tail)
@@ -312,15 +322,14 @@ class LogTimeline:
         ordered = known[np.lexsort((place[known], row[known]))]
         number = np.full(len(row), NONE, np.int64)
         number[ordered] = np.arange(len(ordered))
-        visits = Visits(*(getattr(visits, one)[ordered] for one in visits.__dataclass_fields__))
+        visits = visits.take(ordered)
         visit_of_span = np.concatenate([number, number[copies], np.full(len(tail), NONE)])
         log_row = np.concatenate([rows[row], rows[row[copies]], np.full(len(tail), len(log.rows))])
         places = np.concatenate([place, np.full(len(copies), _WAIT), np.zeros(len(tail), np.int64)])
         return spans, visits, visit_of_span, log_row, places
 
-    def _divided(self, events: _HostEvents) -> dict[int, list[tuple[int, float, float, int, int, int]]]:
-        """Long times between two calls in which more is known than the call that came next: place, start, end, chain,
-        how many frames may go on, and whether a call tells of it."""
+    def _divided(self, events: _HostEvents) -> list[_Stay]:
+        """Long times between two calls in which more is known than the call that comes next."""
         rows, log, chains = events.row, self._log, self._chains
         with_python = np.flatnonzero(log.rows["stack"][rows] != 0)
         stacks = log.rows["stack"][rows].tolist()
@@ -329,7 +338,7 @@ class LogTimeline:
         known = [self.source_lines.of_look(chain) for chain in self._host.look_chains]
         begins, ends = events.end[with_python][:-1].astype(np.int64), events.begin[with_python][1:].astype(np.int64)
         looks = LooksBetweenCalls(times, known, begins, ends, kinds)
-        operators, found = self._host.operators.between, dict[int, list[tuple[int, float, float, int, int, int]]]()
+        operators, found = self._host.operators.between, list[_Stay]()
         long = np.flatnonzero(events.begin - events.reached >= _LONG_GAP)
         seen = looks.count(events.reached[long].astype(np.int64), events.begin[long].astype(np.int64)).tolist()
         state, states = self._noted(rows)
@@ -345,14 +354,13 @@ class LogTimeline:
                 piece if piece.chain is None else piece._replace(chain=chains.annotated(piece.chain, noted))
                 for piece in looks.between(start, end, kind)
             ]
-            reached, parts = start, list[tuple[int, float, float, int, int, int]]()
-            for piece, shared in with_operators(pieces, within, start, end, usual):
+            reached = start
+            for place, (piece, shared) in enumerate(with_operators(pieces, within, start, end, usual)):
                 chain = usual if piece.chain is None else piece.chain
                 is_exact = chain[: len(usual)] == usual
                 at_most = len(chain) if shared == NONE else shared
-                parts.append((len(parts), reached, piece.until, chains.number(chain), at_most, int(is_exact)))
+                found.append(_Stay(event, place, reached, piece.until, chains.number(chain), at_most, is_exact))
                 reached = piece.until
-            found[event] = parts
         return found
 
     def _stream_lanes(self, rows: Ints) -> Ints:
@@ -415,22 +423,22 @@ class LogTimeline:
         of_lane = {lane: np.flatnonzero(lanes == lane) for lane in self._lanes.values()}
         events, held = dict[int, int](), defaultdict[int, list[tuple[int, int]]](list)
         orders = list[tuple[int, int]]()
-        told = np.flatnonzero(np.isin(kinds, ("event_record", "event_wait", "event_sync")))
-        told = told[self._log.rows["flags"][told] & (CallFlag.CAPTURED | CallFlag.FAILED) == 0]
-        for row, lane in zip(told.tolist(), self._stream_lanes(told).tolist(), strict=True):
+        rows = np.flatnonzero(np.isin(kinds, ("event_record", "event_wait", "event_sync")))
+        rows = rows[self._log.rows["flags"][rows] & (CallFlag.CAPTURED | CallFlag.FAILED) == 0]
+        for row, lane in zip(rows.tolist(), self._stream_lanes(rows).tolist(), strict=True):
             value = int(values[row])
             if kinds[row] == "event_sync":
                 if value in events:
                     orders.append((int(commands[events[value]]), int(calls[row])))
                 continue
-            mine = of_lane.get(lane)
-            if mine is None:
+            in_stream = of_lane.get(lane)
+            if in_stream is None:
                 continue
-            before = int(np.searchsorted(run.issuers[mine], row))
+            before = int(np.searchsorted(run.issuers[in_stream], row))
             if kinds[row] == "event_record" and before:
-                events[value] = int(mine[before - 1])
-            elif kinds[row] == "event_wait" and value in events and before < len(mine):
-                held[int(mine[before])].append((int(commands[events[value]]), int(commands[mine[before]])))
+                events[value] = int(in_stream[before - 1])
+            elif kinds[row] == "event_wait" and value in events and before < len(in_stream):
+                held[int(in_stream[before])].append((int(commands[events[value]]), int(commands[in_stream[before]])))
         orders += [pair for command in sorted(held) for pair in held[command]]
         launches = np.stack([calls[run.issuers], commands], axis=1)
         pairs = np.concatenate([launches, np.array(orders, np.int64).reshape(-1, 2)])

@@ -102,8 +102,8 @@ def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Ti
     timelines = [_timeline(one, run, source) for one, run in zip(processes, runs, strict=True)]
     whole = merge(timelines) if len(timelines) > 1 else timelines[0]
     if min(run.known for run in runs) < _LEAST_KNOWN:  # when the GPU was idle would be a guess
-        run = whole.facts.run and _without_gpu(whole.facts.run)
-        whole = Timeline(whole.lanes[:1], (), Spans.of(0), facts=replace(whole.facts, run=run))
+        tree = whole.facts.run and _without_gpu(whole.facts.run)
+        whole = Timeline(whole.lanes[:1], (), Spans.of(0), facts=replace(whole.facts, run=tree))
     return whole.change_facts(notes=(_how_it_closes(processes, runs), *_complaints(processes)), sources=())
 
 
@@ -142,8 +142,8 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     timeline = built.timeline(np.array(_steps(log, host), np.int64))
     loops = RunLoops(counted=counted(process.folder, codes, began))
     announced = any(name.startswith(STEP_MARKS[:2]) for name in host.notes)
-    told = loops.told(timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames)
-    return _without_windows(told, facts.get("windows", ()), began)
+    timeline = loops.told(timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames)
+    return _without_windows(timeline, facts.get("windows", ()), began)
 
 
 def _without_windows(timeline: Timeline, windows: Sequence[dict[str, int]], began: int) -> Timeline:

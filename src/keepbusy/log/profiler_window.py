@@ -4,6 +4,7 @@ and in which operators calls are made. The same call from the same line is made 
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -20,7 +21,7 @@ from keepbusy.log.device_commands import device_commands
 from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, device_events, learn
 from keepbusy.log.log_file import DriverLog
 
-_NEAR = 20_000_000
+_CLOCKS_DIFFER = 20_000_000
 """Nanoseconds by which the clocks, set beside each other once, may differ."""
 _SHORTEST = 10_000
 """Nanoseconds of an operator that calls nothing, for it to be kept."""
@@ -45,7 +46,7 @@ class Operators(NamedTuple):
 class OperatorBetweenCalls(NamedTuple):
     """One that makes no call: when it begins and ends, as shares of the time between two calls."""
 
-    names: tuple[str, ...]
+    name: str
     begin: float
     end: float
 
@@ -57,6 +58,8 @@ class CallOperators:
     around: dict[CallKey, Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
     around_any: dict[tuple[int, int], Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
     between: dict[tuple[CallKey, CallKey], list[OperatorBetweenCalls]] = field(default_factory=dict)
+    shortest: dict[tuple[CallKey, CallKey], int] = field(default_factory=dict)
+    """Between two calls, the least time that was seen, in which nothing else has held them up: `between` is of it."""
     _usual: dict[CallKey, Operators] = field(default_factory=dict)
 
     def of(self, key: CallKey) -> Operators:
@@ -138,7 +141,7 @@ def _aligned(log: DriverLog, events: list[DeviceEvent], ahead: int) -> tuple[int
         return None
     issuers, described = device_commands(log)
     begin = log.begin[issuers]
-    near = (begin > events[0].issued + ahead - _NEAR) & (begin < events[-1].issued + ahead + _NEAR)
+    near = (begin > events[0].issued + ahead - _CLOCKS_DIFFER) & (begin < events[-1].issued + ahead + _CLOCKS_DIFFER)
     near = np.flatnonzero(near)
     shapes = dict[Any, int]()
 
@@ -213,16 +216,16 @@ def _learn_of_thread(
         before = around[place - 1] if place else []
         same = [one == other for one, other in zip(around[place], before, strict=False)]
         shared = same.index(False) if False in same else len(same)
-        told = Operators(tuple(found[one].name for one in around[place]), shared)
-        operators.around[keys[row]][told] += 1
-        operators.around_any[keys[row][:2]][told] += 1
+        these = Operators(tuple(found[one].name for one in around[place]), shared)
+        operators.around[keys[row]][these] += 1
+        operators.around_any[keys[row][:2]][these] += 1
     calling = {one for chain in around for one in chain}
-    starts, shortest = [one.begin for one in found], dict[tuple[CallKey, CallKey], int]()
+    starts = [one.begin for one in found]
     for place in range(1, len(rows)):
         key = keys[rows[place - 1]], keys[rows[place]]
         free, until = ends[place - 1], begins[place]
-        if until - free > 2 * _SHORTEST and until - free < shortest.get(key, until):
-            shortest[key] = until - free  # nothing else has held it up
+        if 2 * _SHORTEST < until - free < operators.shortest.get(key, math.inf):
+            operators.shortest[key] = until - free
             within = range(bisect_right(starts, free), bisect_left(starts, until))
             operators.between[key] = [*_host_operators(found, within, calling, free, until)]
 
@@ -237,6 +240,4 @@ def _host_operators(
             reached = operator.end
             if operator.end - operator.begin >= _SHORTEST:
                 span = until - free
-                yield OperatorBetweenCalls(
-                    (operator.name,), (operator.begin - free) / span, (operator.end - free) / span
-                )
+                yield OperatorBetweenCalls(operator.name, (operator.begin - free) / span, (operator.end - free) / span)

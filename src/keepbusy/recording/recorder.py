@@ -34,9 +34,9 @@ from keepbusy.instrument.loop_tree import (
 )
 from keepbusy.instrument.loops import COUNTS_TURNS, LOOKS_IN_ONE_FRAME, LoopWatch
 from keepbusy.instrument.patches import when_imported
-from keepbusy.instrument.processes import follow, make_folder
+from keepbusy.instrument.processes import follow, make_folder, rank_and_world, uses_gpu
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.run_counters import GpuShare, uses_gpu
+from keepbusy.recording.run_counters import GpuShare
 from keepbusy.recording.step_clock import Marks
 from keepbusy.recording.turn_times import mean, step_looks, trimmed
 from keepbusy.recording.windows import (
@@ -126,7 +126,6 @@ class Run:
         self._think_at = self._write_at = self._show_at = self._grow_at = self._read_at = 0
         self._first_use = 0  # when the program was first seen to use its GPU
         self.unfollow: Callable[[], None] = lambda: None
-        self._place: tuple[int, int] | None = None  # rank and number of ranks, once the program has said so
 
     def begin(self) -> None:
         self.is_going_on = True
@@ -211,7 +210,7 @@ class Run:
 
     def _plan_windows(self, now: int) -> None:
         self.loops.looks.ended = now
-        rank, world = self._rank_and_world()
+        rank, world = rank_and_world()
         if rank == 0 or world == 1:
             passed = now - self.loops.looks.began
             longest = self._first.open_for() if self._first.was_open else LONGEST_OPEN
@@ -426,7 +425,7 @@ class Run:
     def _saw_no_step(self) -> bool:
         """The first window saw nothing, or one rank's saw none but turns that take far longer than usual, as those in
         which an epoch begins, or made the first turn so long, by a library's lines, that it saw a part of it alone."""
-        passed, alone = self.clock() - self.loops.looks.began, self._rank_and_world()[1] == 1
+        passed, alone = self.clock() - self.loops.looks.began, rank_and_world()[1] == 1
         if not alone or not is_granted(passed, self._spent(), self._first.cost):
             return self._first.is_blind
         return self._first.is_blind or self._first.saw_others or self._first.is_slow or not self._first.ticks
@@ -453,13 +452,13 @@ class Run:
         after = max(self.marks.since + self._after, self._blind and self._blind + STEPS_TO_LET_GO)
         if self.others.at_work or count < after:
             return False
-        told = self._rank_and_world()[1] > 1 or self.options.after is not None
+        told = rank_and_world()[1] > 1 or self.options.after is not None
         return told or count >= self.marks.since + LATEST_BEGIN or self.marks.are_steady(ALIKE_STEPS)
 
     @property
     def _after(self) -> int:
         """DDP waits for the device in its first ten steps, to read its own timers; no other step is like these."""
-        several = self._rank_and_world()[1] > 1
+        several = rank_and_world()[1] > 1
         usual = STEPS_DDP_TIMES if several else STEPS_BEFORE_WINDOW
         return usual if self.options.after is None else self.options.after
 
@@ -495,7 +494,7 @@ class Run:
             write_whole(self.folder / FACTS, json.dumps(facts, default=str), durable=False)
 
     def _known(self) -> dict[str, Any]:
-        rank, world = self._rank_and_world()
+        rank, world = rank_and_world()
         first = self._first if self._first.ticks and not self._first.is_open else self._earlier
         return {
             "rank": rank,
@@ -556,13 +555,6 @@ class Run:
         if self.others.seen and not self._opened:
             said.append("The program runs PyTorch's profiler itself, so keepbusy's window stayed closed.")
         return said
-
-    def _rank_and_world(self) -> tuple[int, int]:
-        """As PyTorch knows them or has known them, or else the launcher."""
-        distributed: Any = sys.modules.get("torch.distributed")  # which may be in the midst of its import
-        if getattr(distributed, "is_initialized", bool)():
-            self._place = distributed.get_rank(), distributed.get_world_size()
-        return self._place or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def _collectives_so_far() -> int:

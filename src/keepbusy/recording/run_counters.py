@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 import threading
 import time
 from array import array
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepbusy.instrument.patches import Function, Patches, when_imported
-from keepbusy.instrument.processes import processor_times
+from keepbusy.instrument.processes import processor_times, uses_gpu
 from keepbusy.timeline.model import NONE, Ints
 
 INPUT, COLLECTOR, CHECKPOINT = "input", "garbage collection", "checkpoint"
@@ -171,12 +170,6 @@ _SAMPLE_REACH = 1_000_000_000
 
 class _Sample(ctypes.Structure):
     _fields_ = (("time", ctypes.c_ulonglong), ("share", ctypes.c_ulonglong))  # microseconds since 1970; percent
-
-
-def uses_gpu() -> bool:
-    """Whether the program uses its GPU by now; asked from beside it, which may be while it imports PyTorch."""
-    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
-    return is_initialized is not None and bool(is_initialized())
 
 
 class GpuShare:

@@ -1,0 +1,230 @@
+"""When PyTorch's profiler looks on in a program that is logged: in short windows, while calls repeat that none had."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepbusy.instrument.lines import outwards
+from keepbusy.instrument.patches import Function, Patches
+from keepbusy.instrument.processes import uses_gpu
+from keepbusy.log.log_file import ROW
+from keepbusy.timeline.steps import repetition
+
+_MOST_WINDOWS = 6
+_FIRST_CHECK, _RARELY = 25_000_000, 2_000_000_000
+_LASTS = 60_000_000
+"""Kernels of which the program launches unknown ones for so long are worth a window."""
+_PATIENCE = 500_000_000
+"""Kernels that do not repeat are recorded after so long, and after twice as long each further time."""
+_UNKNOWN_SHARE, _FEW = 0.05, 16
+"""Of recent launches: with fewer unknown ones, or of so few launches, no window opens."""
+_OPEN_FOR, _OPEN_AT_MOST, _ROWS_AT_MOST = 50_000_000, 1_000_000_000, 20_000
+_ROWS_KEPT, _ROWS_READ = 16_384, 1 << 17
+
+
+def in_main_thread(act: Callable[[], object]) -> None:
+    """Soon. Not in a program that is traced before Python 3.12, which may never come back from what was queued."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if sys.version_info >= (3, 12) or all(one.f_trace is None for one in outwards(frame)):
+        ctypes.pythonapi.Py_AddPendingCall(_QUEUED, ctypes.py_object(act))
+
+
+def _act(act: Callable[[], object]) -> int:
+    with suppress(Exception):  # what goes wrong here is ours, and no business of the program's
+        act()
+    return 0
+
+
+_QUEUED = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(_act)
+
+
+class KernelWindows:
+    """Moments in which PyTorch's profiler looks on, in all threads, to learn how long kernels take, and in which
+    operators calls are made. They open while kernels run that were in none of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.windows: list[dict[str, int]] = []
+        """When each opened and closed, and when that was by the system's clock, too."""
+        self.gave_way = self.has_ended = False
+        self.fault = ""
+        self.held_up = self.thread = 0
+        self._folder = folder
+        self._lock = threading.RLock()
+        self._profiler: Any = None
+        self._is_wanted = False
+        self._pending = self.open_if_wanted  # Python keeps no reference to what is pending
+        self._is_ours = False
+        self._patches = Patches()
+        self._known: set[int] = set()
+        self._last_row = self._next_check = self._unknown_since = self._opened = self._period = 0
+        self._recent = np.zeros(0, ROW)
+        self._patience = _PATIENCE
+        self._every = _FIRST_CHECK
+        self._since_opened: list[np.ndarray] = []
+
+    def begin(self) -> None:
+        """The program's own use of the profiler goes first: there is room for one."""
+        from torch.autograd import profiler
+
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            self._patches.wrap(profiler, name, self._give_way)
+
+    @property
+    def is_open(self) -> bool:
+        return self._profiler is not None
+
+    def end(self) -> None:
+        self._close()
+        self._patches.undo()
+
+    def think(self) -> None:
+        """In the thread that looks on."""
+        now = time.perf_counter_ns()
+        if now < self._next_check or self.gave_way or self.has_ended or not uses_gpu():
+            return
+        self.thread = self.thread or threading.get_native_id()
+        rows = self._new_rows()
+        if self._profiler is not None:
+            self._since_opened.append(rows)
+            if self._has_seen_enough(now):
+                self._close()
+        else:
+            self._look_for_unknown(rows, now)
+        self._next_check = time.perf_counter_ns() + (_FIRST_CHECK if self._profiler is not None else self._every)
+
+    def _look_for_unknown(self, rows: np.ndarray, now: int) -> None:
+        if len(rows):
+            self._recent = np.concatenate([self._recent, rows])[-_ROWS_KEPT:]
+        unknown = ~np.isin(rows["call"], list(self._known))
+        if len(rows) < _FEW or unknown.mean() < _UNKNOWN_SHARE or len(self.windows) >= _MOST_WINDOWS:
+            if len(rows) >= _FEW:
+                self._unknown_since = 0
+                self._every = min(_RARELY, self._every * 2) if self.windows else _FIRST_CHECK
+            return
+        self._unknown_since = self._unknown_since or now
+        self._every = _FIRST_CHECK
+        self._period = _period(self._recent) if now - self._unknown_since > _LASTS else 0
+        if self._period or now - self._unknown_since > self._patience:
+            self._open_soon()
+
+    def _has_seen_enough(self, now: int) -> bool:
+        """Two iterations, where it is known how long one is; else little that is new, for as long as there was much."""
+        rows = np.concatenate(self._since_opened)
+        open_for = now - self._opened
+        if open_for > _OPEN_AT_MOST or len(rows) > _ROWS_AT_MOST:
+            return True
+        if open_for < _OPEN_FOR or len(rows) < 2 * max(self._period, _FEW):
+            return False
+        keys = _keys_of(rows)
+        again = np.isin(keys[len(keys) // 2 :], keys[: len(keys) // 2]).mean()
+        return bool(self._period or again > 1 - _UNKNOWN_SHARE)
+
+    def _open_soon(self) -> None:
+        """The first time in the program's own thread, where PyTorch was imported: elsewhere Kineto complains. Where
+        nothing can be queued for that thread, its next annotation is waited for."""
+        if self.windows:
+            self._open()
+        elif not self._is_wanted:
+            self._is_wanted = True
+            in_main_thread(self._pending)
+
+    def open_if_wanted(self) -> None:
+        if self._is_wanted and not self.windows:
+            self._is_wanted = False
+            try:
+                self._open()
+            except Exception as error:  # it is ours, and no business of the program's
+                self.fault = f"{type(error).__name__}: {error}"
+
+    def _open(self) -> None:
+        from torch.autograd import profiler
+
+        with self._lock:
+            if self._profiler is not None or self.gave_way:
+                return
+            began = time.perf_counter_ns()
+            self._is_ours = True
+            try:
+                self._profiler = profiler.profile(
+                    use_cpu=True, use_device="cuda", use_kineto=True, experimental_config=_in_all_threads()
+                )
+                self._profiler.__enter__()
+            except Exception:
+                self._profiler, self.has_ended = None, True  # it would fail again
+                raise
+            finally:
+                self._is_ours = False
+            self._opened = time.perf_counter_ns()
+            self._since_opened = []
+            self.held_up += self._opened - began
+            now = {"wall": time.time_ns(), "clock": time.perf_counter_ns()}
+            self.windows.append({**now, "opens": began})
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._profiler is None:
+                return
+            began = time.perf_counter_ns()
+            self._is_ours = True
+            try:
+                from torch.autograd import profiler
+
+                results = profiler._disable_profiler()
+                results.save(str(self._folder / f"window{len(self.windows) - 1}.json"))
+            finally:
+                self._is_ours = False
+                self._profiler = None
+            self._since_opened.append(self._new_rows())
+            self._known |= {*np.unique(np.concatenate(self._since_opened)["call"]).tolist()}
+            self._since_opened = []
+            self._unknown_since = 0
+            self._patience *= 2
+            self.windows[-1]["closed"] = time.perf_counter_ns()
+            self.held_up += time.perf_counter_ns() - began
+
+    def _give_way(self, native: Function, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_ours:
+            self.gave_way = True
+            self._close()
+        return native(*args, **kwargs)
+
+    def _new_rows(self) -> np.ndarray:
+        """Since this was asked last, as far as they stand in the latest chunks."""
+        path = self._folder / "rows"
+        size = path.stat().st_size // ROW.itemsize
+        first = max(0, size - _ROWS_READ)
+        rows = np.fromfile(path, ROW, size - first, offset=first * ROW.itemsize)
+        rows = rows[rows["begin"] > self._last_row]
+        rows = rows[np.argsort(rows["begin"], kind="stable")]
+        if len(rows):
+            self._last_row = int(rows["begin"][-1])
+        return rows
+
+
+def _keys_of(rows: np.ndarray) -> np.ndarray:
+    """What was called, and from where."""
+    return rows["call"].astype(np.int64) << 32 | rows["stack"]
+
+
+def _period(rows: np.ndarray) -> int:
+    """After how many rows they repeat; 0 if they do not."""
+    if len(rows) < 3 * _FEW:
+        return 0
+    recent = _keys_of(rows)[-_ROWS_KEPT // 2 :]
+    length = repetition(np.unique(recent, return_inverse=True)[1])
+    return length if 3 * length <= len(recent) else 0
+
+
+def _in_all_threads() -> Any:
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(profile_all_threads=True)
