@@ -18,7 +18,7 @@ from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, StackFrame
 from keepbusy.log.log_timeline import HostSide, LogTimeline, timeline_of_log
 from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators, call_keys
 from keepbusy.log.rebuild import rebuild
-from keepbusy.timeline.model import EVERY_LANE, NONE, FrameKind, Kind, LinkKind, Timeline
+from keepbusy.timeline.model import EVERY_LANE, NONE, PENDING_LIMIT, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
 from keepbusy.timeline.run_facts import RunFacts
@@ -329,3 +329,17 @@ def test_frames_are_those_of_a_stack_that_grows_and_shrinks(
         assert innermost[visit] == stack[-1]
     columns = found.name, found.parent, found.start, found.end, exact_frames
     assert list(map(list, zip(*(one.tolist() for one in columns), strict=True))) == opened
+
+
+def test_a_launch_that_waits_for_room_in_the_queue_does_no_work_meanwhile() -> None:
+    written, each = HandwrittenLog(), 150.0
+    for number in range(4 * PENDING_LIMIT):
+        free = (number - PENDING_LIMIT + 1) * each if number >= PENDING_LIMIT else 0.0
+        written.call("launch", 1, took=max(2.0, free - written.now))
+    log = written.log()
+    taught = times(log, each - 1)
+    found = timeline_of_log(log, rebuild(log, taught), taught, logged=True)
+    launches = found.spans.kind == Kind.LAUNCH
+    took = (found.spans.end - found.spans.start)[launches]
+    assert np.median(took[-PENDING_LIMIT:]) == pytest.approx(each * US, rel=0.01)
+    assert np.median(found.spans.work[launches][-PENDING_LIMIT:]) < 10 * US

@@ -15,6 +15,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -143,10 +144,9 @@ def _logged(folder: Path, options: argparse.Namespace, full: Callable[[], object
     from keepbusy.fix.source.proof import ASKED
     from keepbusy.log.program_log import start
 
-    if options.after is not None or options.memory or options.live or world() > 1 or ASKED in os.environ:
+    if options.after is not None or options.memory or options.live or ASKED in os.environ:
         return None, ""
-
-    return start(folder, full)
+    return start(folder, full if world() == 1 else None)
 
 
 def meet() -> str:
@@ -164,7 +164,8 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
     timelines, why = _left(later, source) if later.exists() else ([], [])
     if not timelines:
         if logged_run.was_logged(folder):
-            return _whole_from_logs(folder, source, streams)
+            missing = shared_logs(folder) if world() > 1 else []
+            return _whole_from_logs(folder, source, streams, missing) if rank() == 0 else None
         timelines, why = _left(folder, source)
     if world() > 1:
         timelines, why = shared(timelines, why)
@@ -178,7 +179,7 @@ def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | No
     return together(timelines)
 
 
-def _whole_from_logs(folder: Path, source: str, streams: StandardStreams) -> Timeline:
+def _whole_from_logs(folder: Path, source: str, streams: StandardStreams, missing: Sequence[str]) -> Timeline:
     """All processes of the program are rebuilt together."""
     from keepbusy.log import logged_run
     from keepbusy.timeline.steps import without_first_steps
@@ -187,7 +188,7 @@ def _whole_from_logs(folder: Path, source: str, streams: StandardStreams) -> Tim
     if not processes:
         return Timeline((Lane(0, None, 0),), (), Spans.of(0)).change_facts(source=source, logged=True)
     whole = logged_run.timeline_of_processes(processes, source)
-    for sentence in whole.facts.notes[1:]:
+    for sentence in (*whole.facts.notes[1:], *missing):
         streams.complain(sentence)
     return without_first_steps(whole)
 
@@ -461,16 +462,49 @@ def gathered(timeline: Timeline) -> Timeline | None:
 
 def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Timeline], list[str]]:
     """Leave this rank's for the first, which gets those of all ranks, and why any are missing."""
-    from keepbusy.timeline.busy_file import save
+    from keepbusy.timeline.busy_file import load, save
 
-    store, left = _store(), meeting_place() / f"rank{rank()}.{'busy' if timelines else 'txt'}"
+    left = meeting_place() / f"rank{rank()}.{'busy' if timelines else 'txt'}"
     for one in timelines[:1]:
         save(one, left)
     if not timelines:
         _say(why, left)
+    found, missing = _brought_together(left, ".busy")
+    timelines = [load(path) for path in found]
+    _forget(left.parent)
+    return timelines, missing
+
+
+def shared_logs(folder: Path) -> list[str]:
+    """Leave the logs of this rank's processes for the first rank, in whose folder those of all ranks are then. Returns
+    which are missing."""
+    left = meeting_place() / f"rank{rank()}.tar"
+    unfinished = left.with_suffix(".part")
+    with tarfile.open(unfinished, "w") as archive:
+        for process in (one for one in folder.iterdir() if one.is_dir()):
+            archive.add(process, f"rank{rank()}-{process.name}")
+    unfinished.rename(left)
+    found, missing = _brought_together(left, ".tar")
+    for path in found:
+        if path != left:
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")
+    _forget(left.parent)
+    return missing
+
+
+def _brought_together(left: Path, kind: str) -> tuple[list[Path], list[str]]:
+    """On the first rank, what all ranks have left of this kind, and of the others why they have not."""
+    store = _store()
     if store is not None and os.environ.get("GROUP_RANK", "0") != "0":
         _send(store, left)
-    return ([], []) if rank() != 0 else _collected(left.parent, store)
+    return ([], []) if rank() != 0 else _collected(left.parent, store, kind)
+
+
+def _forget(place: Path) -> None:
+    """Once the first rank has what was left there."""
+    if rank() == 0:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def meeting_place() -> Path:
@@ -543,29 +577,31 @@ def _receive(store: Any, one: int, folder: Path) -> None:
         (folder / name).write_bytes(b"".join(store.get(f"{key}/{place * PIECE}") for place in range(int(pieces))))
 
 
-def _collected(folder: Path, store: Any) -> tuple[list[Timeline], list[str]]:
+def _collected(folder: Path, store: Any, kind: str) -> tuple[list[Path], list[str]]:
     """One that was killed together with its supervisor says nothing at all. Of other hosts only the store tells."""
-    from keepbusy.timeline.busy_file import load
-
     expected = range(_of_this_host() if store is None else world())
     until = time.monotonic() + PATIENCE
     while (silent := [one for one in expected if not _has_spoken(folder, one)]) and time.monotonic() < until:
         time.sleep(_POLL)
         for one in silent if store is not None else ():
             _receive(store, one, folder)
-    timelines = [load(path) for one in expected if (path := folder / f"rank{one}.busy").exists()]
-    why = [_why_missing(folder, one) for one in expected if not (folder / f"rank{one}.busy").exists()]
-    shutil.rmtree(folder, ignore_errors=True)
-    return timelines, why
+    paths = [folder / f"rank{one}{kind}" for one in expected]
+    missing = [_why_missing(folder, one) for one, path in zip(expected, paths, strict=True) if not path.exists()]
+    return [path for path in paths if path.exists()], missing
 
 
 def _has_spoken(folder: Path, one: int) -> bool:
-    return (folder / f"rank{one}.busy").exists() or (folder / f"rank{one}.txt").exists()
+    return any((folder / f"rank{one}.{kind}").exists() for kind in ("busy", "tar", "txt"))
 
 
 def _why_missing(folder: Path, one: int) -> str:
     said = folder / f"rank{one}.txt"
-    why = said.read_text(encoding="utf-8") if said.exists() else "It was killed before it could write anything."
+    if said.exists():
+        why = said.read_text(encoding="utf-8")
+    elif _has_spoken(folder, one):
+        why = "It was not recorded in the same way as the first rank."
+    else:
+        why = "It was killed before it could write anything."
     return f"rank {one} is missing from this report: {why}"
 
 

@@ -7,46 +7,73 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from keepbusy.log.device_commands import collective_of, device_commands
 from keepbusy.log.kernel_times import KernelTimes
 from keepbusy.log.log_file import DriverLog
-from keepbusy.log.rebuild import Meeting, RebuiltRun, rebuild
+from keepbusy.log.rebuild import Meeting, Rebuilder, RebuiltRun
 
-_MOST_ROUNDS, _SETTLED = 12, 1_000
-"""How often the ranks are rebuilt, and nanoseconds by which no collective moves any more."""
+_MOST_ROUNDS = 12
+_SETTLED, _STILL_SETTLES = 10_000, 0.7
+"""Nanoseconds by which a collective moves from round to round when all is known, and the share of the round before by
+which it does while more rounds tell more."""
 Place = tuple[int, int]
 """A communicator by its id, and the number of the collective on it."""
 
 
 def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[RebuiltRun]:
-    """Round by round, until no collective moves: when one rank arrives depends on when earlier ones ended."""
+    """Round by round, until collectives hardly move: when one rank arrives depends on when earlier ones ended."""
     places = [_collectives(log) for log in logs]
-    wires = [taught.wires(log, device_commands(log)[1]) for log, taught in zip(logs, times, strict=True)]
-    wire, ranks = defaultdict[Place, list[float]](list), Counter[Place]()
-    for of_rank, times_alone in zip(places, wires, strict=True):
+    rebuilders = [Rebuilder(log, taught) for log, taught in zip(logs, times, strict=True)]
+    wire = dict[Place, float]()
+    for one, of_rank in zip(rebuilders, places, strict=True):
+        alone = one.times.wires(one.log, one.described)
         for number, place in of_rank.items():
-            wire[place].append(float(times_alone[number]))
-            ranks[place] += 1
-    ends = dict.fromkeys(wire, 0.0)
+            wire[place] = min(wire.get(place, np.inf), float(alone[number]))
+    comings, before = dict[Place, _Comings](), np.inf
     runs = list[RebuiltRun]()
     for _ in range(_MOST_ROUNDS):
+        nobody = _Comings()
         runs = [
-            rebuild(log, taught, {number: Meeting(min(wire[place]), ends[place]) for number, place in of_rank.items()})
-            for log, taught, of_rank in zip(logs, times, places, strict=True)
+            one.run(
+                {
+                    number: Meeting(wire[place], comings.get(place, nobody).of_others(rank) + wire[place])
+                    for number, place in of_rank.items()
+                }
+            )
+            for rank, (one, of_rank) in enumerate(zip(rebuilders, places, strict=True))
         ]
-        arrived = dict.fromkeys(wire, 0.0)
-        for run, of_rank in zip(runs, places, strict=True):
+        now = defaultdict[Place, _Comings](_Comings)
+        for rank, (run, of_rank) in enumerate(zip(runs, places, strict=True)):
             for number, place in of_rank.items():
-                arrived[place] = max(arrived[place], run.arrivals[number])
-        now = {place: arrived[place] + min(wire[place]) for place in wire if ranks[place] > 1}
-        moved = max((abs(now[place] - ends[place]) for place in now), default=0.0)
-        ends |= now
-        if moved <= _SETTLED:
+                now[place].comes(rank, float(run.begin[number]))
+        moved = sum(abs(one.last - comings.get(place, nobody).last) for place, one in now.items())
+        comings = now
+        if moved <= _SETTLED * len(now) or moved > _STILL_SETTLES * before:
             break
+        before = moved
     return runs
+
+
+@dataclass
+class _Comings:
+    """When the last rank comes to a collective, and the one before it."""
+
+    rank: int = -1
+    last: float = 0.0
+    last_but_one: float = 0.0
+
+    def comes(self, rank: int, moment: float) -> None:
+        if moment > self.last:
+            self.rank, self.last, self.last_but_one = rank, moment, self.last
+        else:
+            self.last_but_one = max(self.last_but_one, moment)
+
+    def of_others(self, rank: int) -> float:
+        return self.last_but_one if rank == self.rank else self.last
 
 
 def _collectives(log: DriverLog) -> dict[int, Place]:

@@ -211,11 +211,16 @@ class LogTimeline:
             spans=spans,
             links=self._links(calls, command_rows),
             frames=described(Frames.concatenate(frames), names),
-            facts=replace(self._facts, groups=groups),
+            facts=replace(self._facts, groups=groups, pending_limit=self._room()),
         )
         host = timeline.rows_of(_HOST_LANE)
         marks = np.searchsorted(spans.start[host], begins - origin)
         return settle(timeline.change(marks=np.unique(host[marks[marks < len(host)]])))
+
+    def _room(self) -> int | None:
+        """Of a stream's queue, where launches had to wait for room."""
+        held = self._run.held_when_full
+        return int(np.median(held)) if held else None
 
     def _events(self, rows: Ints) -> _HostEvents:
         log = self._log

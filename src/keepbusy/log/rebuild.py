@@ -18,19 +18,23 @@ from numpy.typing import NDArray
 from keepbusy.log.device_commands import device_commands
 from keepbusy.log.kernel_times import KernelTimes
 from keepbusy.log.log_file import CallFlag, DriverLog
-from keepbusy.timeline.model import STAGED_BYTES
+from keepbusy.timeline.model import PENDING_LIMIT, STAGED_BYTES
 
 SYNCS = ("stream_sync", "event_sync", "context_sync")
 _FASTEST, _SLOWEST = 0.5, 3.0
 """Bounds of the clock's factor."""
 _TRUSTED = 1_000_000
 """Nanoseconds of work after which a wait tells as much about the clock as all those before it."""
-_SAME_MOMENT = 1_000
-"""Nanoseconds by which two moments may differ and count as one."""
 _FULL_QUEUE_WAIT, _FULL_QUEUE_PENDING = 100_000, 400
 """A launch that takes so many nanoseconds while so many commands are pending waits until the queue has room."""
 _FULL_FOR = 100_000_000
-"""Nanoseconds of work after which it is told from a full queue how far the GPU is; from less it is not exact."""
+"""Nanoseconds of work after which a full queue tells how far the GPU is, if it is not known how much it holds."""
+_KNOWN_LATELY = 1_000_000
+"""Nanoseconds for which a full queue tells nothing new."""
+_FEWER, _MORE = 0.9, 1.5
+"""Times the number that a queue is known to hold: so many may seem to be pending when it is full."""
+_LARGEST_QUEUE = 8 * PENDING_LIMIT
+_NO_COMMAND = -1
 LONG_WAIT = 50_000
 """Nanoseconds of work of which a wait tells the clock."""
 
@@ -58,8 +62,8 @@ class RebuiltRun:
     known: float
     """The share of commands that the window had, too."""
     waits: list[RebuiltWait] = field(default_factory=list)
-    arrivals: dict[int, float] = field(default_factory=dict)
-    """Of each meeting, when this rank was predicted to be there, from the waits before."""
+    held_when_full: list[int] = field(default_factory=list)
+    """Commands that were pending on a stream whenever a launch that had waited for room returned."""
 
     def errors(self, least: int = LONG_WAIT) -> NDArray[np.float64]:
         """Of each wait of so many nanoseconds, real or predicted: by what share of it the prediction was wrong."""
@@ -77,100 +81,181 @@ class Meeting(NamedTuple):
     wire: float
     """What it takes once all have arrived."""
     until: float = 0.0
-    """When it ends for all, as far as is known."""
+    """When it would end if only the others were waited for, as far as is known."""
 
 
-def rebuild(log: DriverLog, times: KernelTimes, meetings: Mapping[int, Meeting] | None = None) -> RebuiltRun:
-    """In one pass through the rows. `meetings`: commands, by number, that wait for other ranks."""
-    issuers, described = device_commands(log)
-    durations, known = times.of(log, described)
-    begin, end = np.zeros(len(issuers)), np.zeros(len(issuers))
-    run = RebuiltRun(issuers, described, begin, end, float(known.mean()) if len(known) else 0.0)
-    return _Rebuilding(log, times, run, durations, meetings or {}).run_through()
+def rebuild(log: DriverLog, times: KernelTimes) -> RebuiltRun:
+    """Of a process that waits for no other rank."""
+    return Rebuilder(log, times).run({})
 
 
-class _EventState(NamedTuple):
-    """Of the stream that it was recorded in."""
+class Rebuilder:
+    """What of a log does not change, however often its run is rebuilt."""
 
-    moment: float = 0.0
-    chain_since: float = 0.0
-    is_held: bool = False
+    def __init__(self, log: DriverLog, times: KernelTimes) -> None:
+        self.log, self.times = log, times
+        self.issuers, self.described = device_commands(log)
+        durations, known = times.of(log, self.described)
+        self.durations, self.known = durations.tolist(), float(known.mean()) if len(known) else 0.0
+        kinds = log.kinds()
+        self.is_kernel = (kinds[self.described] == "launch").tolist()
+        first_of = np.searchsorted(self.issuers, np.arange(len(log.rows) + 1))
+        what = _what_to_do(log, kinds, first_of[1:] > first_of[:-1])
+        rows = np.flatnonzero(what != "")
+        columns = (first_of[:-1], first_of[1:], log.begin, log.took, log.rows["stream"], log.rows["value"])
+        self.steps = [*zip(rows.tolist(), what[rows].tolist(), *(one[rows].tolist() for one in columns), strict=True)]
+
+    def run(self, meetings: Mapping[int, Meeting]) -> RebuiltRun:
+        """In one pass through the rows. `meetings`: commands, by number, that wait for other ranks."""
+        count = len(self.issuers)
+        run = RebuiltRun(self.issuers, self.described, np.zeros(count), np.zeros(count), self.known)
+        _Rebuilding(self, run, meetings).run_through()
+        return run
+
+
+_COPY_WAITED_FOR, _COPY_THROUGH_HOST, _QUEUE_WAS_FULL, _ISSUE = "copied", "copied through host", "full", "issue"
+
+
+def _what_to_do(log: DriverLog, kinds: NDArray[Any], has_commands: NDArray[np.bool_]) -> NDArray[Any]:
+    """Of each row; "" where nothing."""
+    flags = log.rows["flags"]
+    ran = flags & int(CallFlag.CAPTURED | CallFlag.FAILED) == 0
+    through_host = (kinds == "copy_to_gpu") & (flags & int(CallFlag.PAGEABLE) != 0)
+    return np.select(
+        [
+            ~ran,
+            has_commands
+            & np.isin(kinds, ("copy_to_host", "copy"))
+            & (flags & int(CallFlag.PAGEABLE | CallFlag.BLOCKING) != 0),
+            has_commands & through_host & (log.rows["value"] > STAGED_BYTES),
+            has_commands & (log.took > _FULL_QUEUE_WAIT),
+            has_commands,
+            np.isin(kinds, (*SYNCS, "event_record", "event_wait")),
+        ],
+        [*("", _COPY_WAITED_FOR, _COPY_THROUGH_HOST, _QUEUE_WAS_FULL, _ISSUE), kinds],
+        "",
+    )
 
 
 class _StreamState:
-    """Where it stands: until when it is busy, since when without a pause, and with which commands."""
+    """Where it stands: until when it is busy, and with which commands."""
 
     def __init__(self) -> None:
-        self.busy_until = self.busy_since = 0.0
+        self.busy_until = 0.0
         self.chain_since = 0.0
-        """Since when it has been at work, or another stream that it waited for."""
+        """Since when it has been at work without a pause, or another stream that it waited for."""
         self.commands: list[int] = []
-        self.is_held = False
-        """Whether one of them waits for another rank: that tells nothing of this GPU's clock."""
+        """Those of which it is not known yet when they really ended."""
+        self.has_met = False
+        """Whether other ranks were waited for meanwhile: that tells nothing of this GPU's clock."""
 
     def rests(self, until: float) -> None:
-        self.busy_since = self.chain_since = until
-        self.is_held = False
-        self.commands.clear()
+        self.chain_since = until
+        self.has_met = False
 
-    def hold(self, event: _EventState) -> None:
-        if event.moment > self.busy_until:
-            self.busy_until = event.moment
-            self.rests(event.moment)
-            self.chain_since, self.is_held = event.chain_since, event.is_held
+    def hold(self, event: _EventState, moment: float) -> None:
+        if moment > self.busy_until:
+            self.busy_until = moment
+            self.chain_since, self.has_met = event.chain_since, event.has_met
+
+
+class _EventState(NamedTuple):
+    """What its stream had before it."""
+
+    last: int = _NO_COMMAND
+    moment: float = 0.0
+    """Where no command of the stream tells it."""
+    chain_since: float = 0.0
+    has_met: bool = False
+
+
+@dataclass
+class _Correction:
+    """From a moment that is known, what was predicted ends as it really did; what comes later moves with it."""
+
+    since: float
+    predicted: float
+    really: float
+    slower: float
+    """What comes later takes so many times as long as was thought."""
+    ends: list[float] = field(default_factory=list)
+    """Of meetings that come later, in order."""
+    less: list[float] = field(default_factory=lambda: [0.0])
+    """By how much less what follows them moves: ranks that come later or earlier than thought may wait there."""
+
+    def of(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
+        early = self.since + (times - self.since) * (self.really - self.since) / (self.predicted - self.since)
+        late = self.really + (times - self.predicted) * self.slower
+        if self.ends:
+            late = late - np.array(self.less)[np.searchsorted(self.ends, times, side="left")]
+        return np.where(times <= self.since, times, np.where(times <= self.predicted, early, late))
+
+    def of_one(self, time: float) -> float:
+        return float(self.of(np.array(time)))
+
+    def meet(self, begin: float, end: float, meeting: Meeting) -> None:
+        """A later one, as it was predicted: the others are there until `meeting.until`, whenever this rank comes."""
+        comes = float(self.of_one(begin)) + meeting.wire
+        moved = float(self.of_one(end))
+        self.less.append(self.less[-1] + moved - max(comes, meeting.until))
+        self.ends.append(end)
 
 
 class _Rebuilding:
-    def __init__(
-        self,
-        log: DriverLog,
-        times: KernelTimes,
-        run: RebuiltRun,
-        durations: NDArray[np.float64],
-        meetings: Mapping[int, Meeting],
-    ) -> None:
-        self._meetings = meetings
-        self._log, self._times, self._run = log, times, run
-        self._durations, self._kinds = durations.tolist(), log.kinds().tolist()
-        self._is_kernel = [self._kinds[row] == "launch" for row in run.described.tolist()]
+    """One pass, and what is known on its way."""
+
+    def __init__(self, what: Rebuilder, run: RebuiltRun, meetings: Mapping[int, Meeting]) -> None:
+        self._log, self._times, self._steps = what.log, what.times, what.steps
+        self._durations, self._is_kernel = what.durations, what.is_kernel
+        self._run, self._meetings = run, meetings
         self._streams = defaultdict[int, _StreamState](_StreamState)
         self._events = dict[int, _EventState]()
         self._factor = 1.0
-        self._stacks = log.rows["stack"].tolist()
+        self._chains = np.zeros(len(run.issuers))
+        """Since when the stream had been at work without a pause, at each command."""
+        self._met = list[int]()
+        """Meetings of which it is not known yet when they really ended."""
+        self._known_until = 0.0
+        """When the last wait told what the GPU had really done."""
+        self._clock_since = self._moved = 0.0
+        """Since when it is measured how fast kernels are, and what corrections have added since."""
         self._pending = dict[tuple[int, int], int]()
-        """Commands that were pending when the queue had room again, by the call that waited and its stack."""
+        """Commands that were pending when the queue was full, by the call that waited and its stack."""
         self._calls = defaultdict[tuple[str, int], list[int]](list)
         """Of each kind of wait, by the stack it comes from: what calls took that found the GPU done."""
 
-    def run_through(self) -> RebuiltRun:
-        log, run = self._log, self._run
-        first_of = np.searchsorted(run.issuers, np.arange(len(log.rows) + 1)).tolist()
-        streams, values = log.rows["stream"].tolist(), log.rows["value"].tolist()
-        flags, begins, took = log.rows["flags"].tolist(), log.begin.tolist(), log.took.tolist()
-        for row, kind in enumerate(self._kinds):
-            if flags[row] & (CallFlag.CAPTURED | CallFlag.FAILED):
+    def run_through(self) -> None:
+        for row, what, first, last, begin, took, number, value in self._steps:
+            if what == "event_sync":
+                self._wait(row, what, self._events.get(value, _EventState()))
                 continue
-            stream = streams[row]
-            if first_of[row] < first_of[row + 1]:
-                self._issue(self._streams[stream], range(first_of[row], first_of[row + 1]), begins[row])
-                if kind in ("copy_to_host", "copy") and flags[row] & (CallFlag.PAGEABLE | CallFlag.BLOCKING):
-                    self._wait(row, [stream], self._streams[stream].busy_until)
-                elif kind == "copy_to_gpu" and flags[row] & CallFlag.PAGEABLE and values[row] > STAGED_BYTES:
-                    self._copy_through_host(self._streams[stream], begins[row] + took[row])
-                elif took[row] > _FULL_QUEUE_WAIT:
-                    self._wait_for_room(row, self._streams[stream], begins[row] + took[row])
-            elif kind == "event_record":
-                one = self._streams[stream]
-                self._events[values[row]] = _EventState(one.busy_until, one.chain_since, one.is_held)
-            elif kind == "event_wait":
-                self._streams[stream].hold(self._events.get(values[row], _EventState()))
-            elif kind == "event_sync":
-                self._wait(row, [], self._events.get(values[row], _EventState()).moment)
-            elif kind == "stream_sync":
-                self._wait(row, [stream], self._streams[stream].busy_until)
-            elif kind == "context_sync":
-                self._wait(row, [*self._streams], max((one.busy_until for one in self._streams.values()), default=0.0))
-        return run
+            stream = self._streams[number]
+            if first < last:
+                self._issue(stream, range(first, last), begin)
+            if what == _COPY_WAITED_FOR or what == "stream_sync":
+                self._wait(row, what, self._event_of(stream))
+            elif what == _COPY_THROUGH_HOST:
+                self._copy_through_host(stream, begin + took)
+            elif what == _QUEUE_WAS_FULL:
+                self._wait_for_room(row, stream, begin + took)
+            elif what == "event_record":
+                self._events[value] = self._event_of(stream)
+            elif what == "event_wait":
+                event = self._events.get(value, _EventState())
+                stream.hold(event, self._moment(event))
+            elif what == "context_sync":
+                last_one = max(self._streams.values(), key=lambda one: one.busy_until)
+                self._wait(row, what, self._event_of(last_one))
+
+    def _event_of(self, stream: _StreamState) -> _EventState:
+        """As if one were recorded there now."""
+        last = stream.commands[-1] if stream.commands else _NO_COMMAND
+        if last != _NO_COMMAND and self._run.end[last] != stream.busy_until:
+            last = _NO_COMMAND  # it has waited for another stream since
+        return _EventState(last, stream.busy_until, stream.chain_since, stream.has_met)
+
+    def _moment(self, event: _EventState) -> float:
+        return float(self._run.end[event.last]) if event.last != _NO_COMMAND else event.moment
 
     def _issue(self, stream: _StreamState, commands: range, begin: int) -> None:
         arrived, gap = begin + self._times.launch, self._times.gap
@@ -181,31 +266,28 @@ class _Rebuilding:
                 stream.rests(arrived)
             meeting = self._meetings.get(number)
             if meeting is not None:
-                self._run.arrivals[number] = start
+                self._met.append(number)
                 stream.busy_until = max(start + meeting.wire, meeting.until)
-                stream.is_held |= stream.busy_until > start + meeting.wire + _SAME_MOMENT
+                stream.has_met = True
             else:
                 duration = self._durations[number] * (self._factor if self._is_kernel[number] else 1.0)
                 stream.busy_until = start + duration
             stream.commands.append(number)
             self._run.begin[number], self._run.end[number] = start, stream.busy_until
+            self._chains[number] = stream.chain_since
             gap = self._times.gap_in_graph
 
-    def _wait(self, row: int, streams: list[int], done: float) -> None:
-        kind, begin, took = self._kinds[row], int(self._log.begin[row]), int(self._log.took[row])
-        calls = self._calls[kind, self._stacks[row]]
+    def _wait(self, row: int, kind: str, event: _EventState) -> None:
+        begin, took = int(self._log.begin[row]), int(self._log.took[row])
+        calls, done = self._calls[kind, int(self._log.rows["stack"][row])], self._moment(event)
         own = float(np.median(calls[-15:])) if calls else self._times.back
         is_late = done > begin
         predicted = max(done + self._times.back, begin + own) if is_late else begin + own
         self._run.waits.append(RebuiltWait(row, begin, begin + took, predicted))
-        if not is_late:
+        if is_late:
+            self._correct(event, max(float(begin), begin + took - self._times.back))
+        else:
             calls.append(took)
-            return
-        really = max(float(begin), begin + took - self._times.back)
-        for number in streams:
-            stream = self._streams[number]
-            if stream.busy_until == done:
-                self._close(stream, really)
 
     def _copy_through_host(self, stream: _StreamState, ended: int) -> None:
         """The driver carries it piece by piece, and the call comes back with the last one: when is known."""
@@ -214,47 +296,78 @@ class _Rebuilding:
 
     def _wait_for_room(self, row: int, stream: _StreamState, really: int) -> None:
         """A launch that found the queue full returns once a command has ended that was issued long before: as many
-        before as when the same call found it full for the first time."""
-        commands = np.array(stream.commands)
-        pending = len(commands) - int(np.searchsorted(self._run.end[commands], really, side="right"))
-        key = int(self._log.rows["call"][row]), self._stacks[row]
-        usual = self._pending.get(key)
-        if usual is None and pending > _FULL_QUEUE_PENDING:
-            self._pending[key] = pending
-        elif usual is not None and usual < len(commands):
-            self._has_ended(stream, commands, len(commands) - usual, really)
-
-    def _has_ended(self, stream: _StreamState, commands: NDArray[np.int64], count: int, really: float) -> None:
-        """The first so many of what the stream does without a pause."""
-        begin, end, since = self._run.begin, self._run.end, stream.busy_since
-        predicted = float(end[commands[count - 1]])
-        if min(really, predicted) - since < _FULL_FOR:
+        before as the queue is known to hold; else as many as when the same call found it full for the first time."""
+        if really - self._known_until < _KNOWN_LATELY:
             return
-        self._learn_clock(stream, predicted, really)
-        ratio = (really - since) / (predicted - since)
-        for one in (begin, end):
-            one[commands] = since + (one[commands] - since) * ratio
-        stream.busy_until = since + (stream.busy_until - since) * ratio
-        stream.busy_since = really
-        stream.commands = commands[count:].tolist()
+        commands, begin = np.array(stream.commands[-_LARGEST_QUEUE:]), int(self._log.begin[row])
+        pending = len(commands) - int(np.searchsorted(self._run.end[commands], begin, side="right"))
+        if not _FULL_QUEUE_PENDING <= pending < _LARGEST_QUEUE:
+            return
+        is_exact = _FEWER * PENDING_LIMIT < pending < _MORE * PENDING_LIMIT
+        key = int(self._log.rows["call"][row]), int(self._log.rows["stack"][row])
+        usual = PENDING_LIMIT if is_exact else self._pending.setdefault(key, pending)
+        if usual > len(commands):
+            return
+        last = int(commands[-usual])
+        predicted, chain_since = float(self._run.end[last]), float(self._chains[last])
+        since = max(chain_since, self._known_until)
+        tells = is_exact or min(really, predicted) - since >= _FULL_FOR
+        if not stream.has_met:  # the call may have waited for something else, too, as for the profiler
+            tells &= _FASTEST * (predicted - since) < really - since < _SLOWEST * (predicted - since)
+        if tells and (is_exact or not stream.has_met):
+            self._correct(_EventState(last, predicted, chain_since, stream.has_met), really, _FULL_FOR)
+            self._run.held_when_full.append(usual - 1)
 
-    def _learn_clock(self, stream: _StreamState, predicted: float, really: float) -> None:
-        chain, measured = predicted - stream.chain_since, really - stream.chain_since
-        if chain > LONG_WAIT and not stream.is_held and _FASTEST * chain < measured < _SLOWEST * chain:
-            faster = (measured / chain) ** (chain / (chain + _TRUSTED))
+    def _correct(self, event: _EventState, really: float, telling: float = LONG_WAIT) -> None:
+        """The GPU has really come to this event then: all streams were earlier or later than predicted, since it was
+        known last when they were. `telling`: nanoseconds of which that tells how fast kernels are."""
+        predicted, since = self._moment(event), max(event.chain_since, self._known_until)
+        if min(really, predicted) <= since:
+            return
+        told = self._learn_clock(event, predicted, really, telling)
+        correction = _Correction(since, predicted, really, told)
+        begin, end = self._run.begin, self._run.end
+        self._met = sorted((one for one in self._met if end[one] > since), key=end.__getitem__)
+        for number in self._met:
+            if end[number] > predicted:
+                correction.meet(float(begin[number]), float(end[number]), self._meetings[number])
+        for stream in self._streams.values():
+            self._correct_commands(stream, correction)
+            if stream.chain_since <= since:
+                stream.busy_until = correction.of_one(stream.busy_until)
+                if stream.commands:
+                    stream.busy_until = max(stream.busy_until, float(self._run.end[stream.commands[-1]]))
+        for key, event in self._events.items():
+            if event.last == _NO_COMMAND and event.chain_since <= since < event.moment:
+                self._events[key] = event._replace(moment=correction.of_one(event.moment))
+        self._known_until = really
+
+    def _correct_commands(self, stream: _StreamState, correction: _Correction) -> None:
+        """But those that began when they arrived, and what came after them without a pause."""
+        if not stream.commands:
+            return
+        numbers, run = np.array(stream.commands), self._run
+        begin, end = run.begin[numbers], run.end[numbers]
+        issued = self._log.begin[run.issuers[numbers]]
+        moves = self._chains[numbers] <= correction.since
+        begin = np.where(moves, np.maximum(correction.of(begin), issued), begin)
+        begin = np.minimum.accumulate(begin[::-1])[::-1]
+        end = np.maximum(begin, np.where(moves, correction.of(end), end))
+        end[:-1] = np.minimum(end[:-1], begin[1:])
+        run.begin[numbers], run.end[numbers] = begin, end
+        stream.commands = numbers[end > correction.really].tolist()
+
+    def _learn_clock(self, event: _EventState, predicted: float, really: float, telling: float) -> float:
+        """From the time without a pause before a moment; returns how many times as long as before kernels take."""
+        if event.chain_since > self._clock_since:
+            self._clock_since, self._moved = event.chain_since, 0.0
+        self._moved += really - predicted
+        before, measured = self._factor, really - self._clock_since
+        if measured < telling:
+            return 1.0
+        thought = measured - self._moved
+        if not event.has_met and _FASTEST * thought < measured < _SLOWEST * thought:
+            faster = (measured / thought) ** (thought / (thought + _TRUSTED))
             self._factor = min(_SLOWEST, max(_FASTEST, self._factor * faster))
-
-    def _close(self, stream: _StreamState, really: float) -> None:
-        """What the stream has done without a pause ended then, and not when it was predicted to."""
-        self._learn_clock(stream, stream.busy_until, really)
-        if really <= stream.busy_since or not stream.commands:
-            return
-        ratio = (really - stream.busy_since) / (stream.busy_until - stream.busy_since)
-        numbers = np.array(stream.commands)
-        begin, end = (
-            stream.busy_since + (one[numbers] - stream.busy_since) * ratio for one in (self._run.begin, self._run.end)
-        )
-        self._run.begin[numbers] = begin = np.maximum(begin, self._log.begin[self._run.issuers[numbers]])
-        self._run.end[numbers] = np.maximum(begin, end)
-        stream.busy_until = really
-        stream.rests(really)
+        self._clock_since, self._moved = really, 0.0
+        return self._factor / before

@@ -499,6 +499,8 @@ def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
 def _with_room(timeline: Timeline, queues: list[Queue]) -> Timeline:
     """A queue holds at least as many commands as were pending when a launch returned; other devices, other limits."""
     limit = timeline.facts.pending_limit or PENDING_LIMIT
+    if timeline.facts.logged and timeline.facts.pending_limit:
+        return timeline  # a log's times are rebuilt: launches that had to wait for room have told it
     ends, seen = timeline.spans.end, limit
     for commands, launch, place in queues:
         done = np.searchsorted(np.maximum.accumulate(ends[commands]), ends[launch], side="right")
