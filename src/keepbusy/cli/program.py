@@ -140,11 +140,12 @@ def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespa
 
 
 def _logged(folder: Path, options: argparse.Namespace, full: Callable[[], object]) -> tuple[ProgramLog | None, str]:
-    """No log where a few iterations are recorded closely instead: on demand, or because of what is said then."""
+    """No log where a few iterations are recorded closely instead: on demand, or where several hosts' clocks differ."""
     from keepbusy.fix.source.proof import ASKED
     from keepbusy.log.program_log import start
 
-    if options.after is not None or options.memory or options.live or ASKED in os.environ:
+    asked = options.after is not None or options.memory or options.live or ASKED in os.environ
+    if asked or _of_this_host() < world():
         return None, ""
     return start(folder, full if world() == 1 else None)
 
