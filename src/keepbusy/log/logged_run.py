@@ -28,8 +28,9 @@ from keepbusy.timeline.model import NONE, Spans, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import CutShort, LoaderUse, Part, RunFacts
 
-_LETS_GO, _FEWEST = 1, 8
-"""Iterations after a window that are still slow; and how many there are to be beside those."""
+_LETS_GO, _FEWEST = 2, 8
+"""Iterations after a window that are slow, in this rank or in those that wait for it; and how many there are to be
+beside those."""
 _LATER = "What the program did after its log had ended is not in this report"
 _LEAST_KNOWN, _MOST_KNOWN = 0.5, 0.95
 """Of commands whose durations are known: with fewer, nothing is said of the GPU; with more, not how many."""
