@@ -163,7 +163,7 @@ LINES = {
     "traces": 2413,
     "instrument": 3721,
     "recording": 3933,
-    "log": 2762,
+    "log": 2763,
     "virtual": 8612,
     "explain": 4808,
     "report": 3521,

@@ -119,14 +119,9 @@ def test_a_stream_runs_one_command_at_a_time_and_none_before_its_call(calls: lis
 
 def test_an_event_that_is_waited_for_tells_how_far_all_streams_are() -> None:
     """The host waits for one stream's event, and then for what another stream did after it."""
-    written = HandwrittenLog()
-    written.call("launch", 64)
-    written.call("event_record", value=7)
-    written.call("event_wait", value=7, stream=1)
-    written.call("launch", 64, stream=1)
-    written.call("event_sync", value=7, took=76)
+    written = two_streams_and_an_event()
     written.call("stream_sync", stream=1, took=70)
-    run = rebuilt(written, 2, 50)
+    run = rebuilt(written, 50, 50)
     event, stream = run.waits
     assert run.end[0] == event.ended - BACK
     assert run.begin[1] == pytest.approx(run.end[0] + GAP, abs=500)

@@ -482,14 +482,13 @@ def shared_logs(folder: Path) -> list[str]:
     left = meeting_place() / f"rank{rank()}.tar"
     unfinished = left.with_suffix(".part")
     with tarfile.open(unfinished, "w") as archive:
-        for process in (one for one in folder.iterdir() if one.is_dir()):
+        for process in folder.iterdir() if rank() != 0 else ():
             archive.add(process, f"rank{rank()}-{process.name}")
     unfinished.rename(left)
     found, missing = _brought_together(left, ".tar")
     for path in found:
-        if path != left:
-            with tarfile.open(path) as archive:
-                archive.extractall(folder, filter="data")
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
     _forget(left.parent)
     return missing
 

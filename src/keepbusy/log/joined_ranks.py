@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.log.device_commands import collective_of, device_commands
+from keepbusy.log.device_commands import collective_of
 from keepbusy.log.kernel_times import KernelTimes
 from keepbusy.log.log_file import DriverLog
 from keepbusy.log.rebuild import Meeting, Rebuilder, RebuiltRun
@@ -26,32 +26,31 @@ Place = tuple[int, int]
 
 def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[RebuiltRun]:
     """Round by round, until collectives hardly move: when one rank arrives depends on when earlier ones ended."""
-    places = [_collectives(log) for log in logs]
     rebuilders = [Rebuilder(log, taught) for log, taught in zip(logs, times, strict=True)]
+    places = [_collectives(one) for one in rebuilders]
     wire = dict[Place, float]()
     for one, of_rank in zip(rebuilders, places, strict=True):
         alone = one.times.wires(one.log, one.described)
         for number, place in of_rank.items():
             wire[place] = min(wire.get(place, np.inf), float(alone[number]))
-    comings, before = dict[Place, _Comings](), np.inf
+    arrivals, before = defaultdict[Place, _LastArrivals](_LastArrivals), np.inf
     runs = list[RebuiltRun]()
     for _ in range(_MOST_ROUNDS):
-        nobody = _Comings()
         runs = [
             one.run(
                 {
-                    number: Meeting(wire[place], comings.get(place, nobody).of_others(rank) + wire[place])
+                    number: Meeting(wire[place], arrivals[place].of_others(rank) + wire[place])
                     for number, place in of_rank.items()
                 }
             )
             for rank, (one, of_rank) in enumerate(zip(rebuilders, places, strict=True))
         ]
-        now = defaultdict[Place, _Comings](_Comings)
+        now = defaultdict[Place, _LastArrivals](_LastArrivals)
         for rank, (run, of_rank) in enumerate(zip(runs, places, strict=True)):
             for number, place in of_rank.items():
-                now[place].comes(rank, float(run.begin[number]))
-        moved = sum(abs(one.last - comings.get(place, nobody).last) for place, one in now.items())
-        comings = now
+                now[place].add(rank, float(run.begin[number]))
+        moved = sum(abs(one.last - arrivals[place].last) for place, one in now.items())
+        arrivals = now
         if moved <= _SETTLED * len(now) or moved > _STILL_SETTLES * before:
             break
         before = moved
@@ -59,14 +58,14 @@ def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> li
 
 
 @dataclass
-class _Comings:
-    """When the last rank comes to a collective, and the one before it."""
+class _LastArrivals:
+    """When the last rank arrives at a collective, and the last but one."""
 
     rank: int = -1
     last: float = 0.0
     last_but_one: float = 0.0
 
-    def comes(self, rank: int, moment: float) -> None:
+    def add(self, rank: int, moment: float) -> None:
         if moment > self.last:
             self.rank, self.last, self.last_but_one = rank, moment, self.last
         else:
@@ -76,10 +75,10 @@ class _Comings:
         return self.last_but_one if rank == self.rank else self.last
 
 
-def _collectives(log: DriverLog) -> dict[int, Place]:
+def _collectives(of_rank: Rebuilder) -> dict[int, Place]:
     """Of each command that is one, where it stands on its communicator; ranks know that by its id."""
+    log, issuers, described = of_rank.log, of_rank.issuers, of_rank.described
     ids = {line["communicator"]: line["id"] for line in log.communicators if "id" in line}
-    issuers, described = device_commands(log)
     collective = collective_of(log)[described]
     so_far, places = Counter[int](), dict[int, Place]()
     for number in np.flatnonzero(collective >= 0).tolist():

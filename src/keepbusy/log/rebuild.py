@@ -180,14 +180,14 @@ class _Correction:
     """What comes later takes so many times as long as was thought."""
     ends: list[float] = field(default_factory=list)
     """Of meetings that come later, in order."""
-    less: list[float] = field(default_factory=lambda: [0.0])
-    """By how much less what follows them moves: ranks that come later or earlier than thought may wait there."""
+    absorbed: list[float] = field(default_factory=lambda: [0.0])
+    """By how much less what follows them moves: a rank that comes earlier waits longer there, and the reverse."""
 
     def of(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
         early = self.since + (times - self.since) * (self.really - self.since) / (self.predicted - self.since)
         late = self.really + (times - self.predicted) * self.slower
         if self.ends:
-            late = late - np.array(self.less)[np.searchsorted(self.ends, times, side="left")]
+            late = late - np.array(self.absorbed)[np.searchsorted(self.ends, times, side="left")]
         return np.where(times <= self.since, times, np.where(times <= self.predicted, early, late))
 
     def of_one(self, time: float) -> float:
@@ -197,7 +197,7 @@ class _Correction:
         """A later one, as it was predicted: the others are there until `meeting.until`, whenever this rank comes."""
         comes = float(self.of_one(begin)) + meeting.wire
         moved = float(self.of_one(end))
-        self.less.append(self.less[-1] + moved - max(comes, meeting.until))
+        self.absorbed.append(self.absorbed[-1] + moved - max(comes, meeting.until))
         self.ends.append(end)
 
 
@@ -311,10 +311,12 @@ class _Rebuilding:
         last = int(commands[-usual])
         predicted, chain_since = float(self._run.end[last]), float(self._chains[last])
         since = max(chain_since, self._known_until)
-        tells = is_exact or min(really, predicted) - since >= _FULL_FOR
-        if not stream.has_met:  # the call may have waited for something else, too, as for the profiler
+        tells = is_exact
+        if not stream.has_met:  # else other ranks may have held it up for any time
+            tells |= min(really, predicted) - since >= _FULL_FOR
+            # a call that took far longer waited for something else, too, as for the profiler
             tells &= _FASTEST * (predicted - since) < really - since < _SLOWEST * (predicted - since)
-        if tells and (is_exact or not stream.has_met):
+        if tells:
             self._correct(_EventState(last, predicted, chain_since, stream.has_met), really, _FULL_FOR)
             self._run.held_when_full.append(usual - 1)
 
@@ -336,10 +338,10 @@ class _Rebuilding:
             if stream.chain_since <= since:
                 stream.busy_until = correction.of_one(stream.busy_until)
                 if stream.commands:
-                    stream.busy_until = max(stream.busy_until, float(self._run.end[stream.commands[-1]]))
-        for key, event in self._events.items():
-            if event.last == _NO_COMMAND and event.chain_since <= since < event.moment:
-                self._events[key] = event._replace(moment=correction.of_one(event.moment))
+                    stream.busy_until = max(stream.busy_until, float(end[stream.commands[-1]]))
+        for key, recorded in self._events.items():
+            if recorded.last == _NO_COMMAND and recorded.chain_since <= since < recorded.moment:
+                self._events[key] = recorded._replace(moment=correction.of_one(recorded.moment))
         self._known_until = really
 
     def _correct_commands(self, stream: _StreamState, correction: _Correction) -> None:

@@ -92,11 +92,8 @@ def _common_turns(timelines: Sequence[Timeline]) -> int:
     """How many marks end turns of one loop on every rank; 0 where they do not. After a rank's last turn nothing may
     have followed, and then that turn has no mark."""
     counts = [len(one.marks) for one in timelines]
-    return (
-        min(counts)
-        if all(one.facts.loop or one.facts.is_whole for one in timelines) and max(counts) - min(counts) <= 1
-        else 0
-    )
+    are_turns = all(one.facts.loop or one.facts.is_whole for one in timelines)
+    return min(counts) if are_turns and max(counts) - min(counts) <= 1 else 0
 
 
 def where_ranks_differ(trees: Mapping[int, Part]) -> Iterator[str]:
