@@ -4,9 +4,8 @@
 
 Two kinds of truth. *Recordings* of H200s whose fixed programs were timed: rules and thresholds of the explanation are
 switched off while it explains them, and those of ranks while they are read, also into 32 ranks of which it is known who
-is late (`many_ranks.py`). *Programs* whose loops and stalls are known because they were written that way
-(`ablation_programs.py`): thresholds of loops, windows and turns are switched off while they are recorded, with no GPU,
-or run on a virtual one.
+is late (`many_ranks.py`). *Programs* whose loops are known because they were written that way
+(`ablation_programs.py`): thresholds of loops and turns are switched off while they run on a virtual GPU.
 
 A recording is right twice: by its causes, as stallbench's score.py has it (one of the planted causes is named with at
 least half of its gain, several together, or silence is kept), and by its plan (the fixes of planted causes gain at
@@ -31,7 +30,6 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,7 +41,7 @@ from pathlib import Path
 from ablation_programs import PROGRAMS, Told
 from accuracy import recorded
 from many_ranks import OF_HOST, late_of, write
-from thresholds import EXPLAINED, MERGED, RECORDED, THRESHOLDS, VIRTUAL, all_of, switched_off
+from thresholds import EXPLAINED, MERGED, THRESHOLDS, VIRTUAL, all_of, switched_off
 
 import keepbusy
 import keepbusy.explain
@@ -78,7 +76,6 @@ BLAMES = {
 ALL_SETS = [*SETS, *RUNS, MANY, PROGRAM_SET]
 NOTICEABLE = 0.05
 """Of the stalled step: a prediction that errs by so much more is worse."""
-NO_MARKS = {"stalls": [], "step": 0, "warm_up": 0}
 TRIES = 3
 """Of a program that was told otherwise without a threshold, and of each with all of them."""
 
@@ -223,7 +220,7 @@ def told_of(name: str, without: str) -> Told:
         child = os.fork()
         if not child:
             try:
-                _record(name, without, Path(folder), left)
+                _run(name, without, left)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -232,40 +229,22 @@ def told_of(name: str, without: str) -> Told:
         return pickle.loads(left.read_bytes())
 
 
-def _record(name: str, without: str, folder: Path, left: Path) -> None:
+def _run(name: str, without: str, left: Path) -> None:
     from keepbusy.instrument.script import run_file
-    from keepbusy.recording.recorder import FACTS, Run, RunOptions
     from keepbusy.virtual.virtual_run import Options, start
 
-    if PROGRAMS[name].is_virtual:
-        with switched_off(without) if without else nullcontext():
-            timeline = start(Options(measured=False))
-            run_file(str(HERE / "ablation_programs.py"), [name])
-            run = timeline().facts.run
-        left.write_bytes(pickle.dumps(Told(NO_MARKS, asdict(run), [{"ticks": ()}], 0.0, run.time / 1e9)))
-        return
     with switched_off(without) if without else nullcontext():
-        run = Run(RunOptions(str(folder)))
-        run.begin()
-        began = time.perf_counter()
+        timeline = start(Options(measured=False))
         run_file(str(HERE / "ablation_programs.py"), [name])
-        took = time.perf_counter() - began
-        run.end()
-    facts = json.loads((run.folder / FACTS).read_text())
-    marks = NO_MARKS | facts["marks"]
-    windows = [{name: facts[name] for name in ("ticks", "plain_step", "cut", "part")}, *facts["further"]]
-    left.write_bytes(pickle.dumps(Told(marks, facts["run"], windows, facts["held_up"] / 1e9, took)))
+        run = timeline().facts.run
+    left.write_bytes(pickle.dumps(Told(asdict(run))))
 
 
 def is_told_rightly(name: str, without: str) -> tuple[bool, str]:
     try:
         told = told_of(name, without)
         right = bool(PROGRAMS[name].is_right(told))
-        loops = [f"{loop['source']} {loop['turns']}" for loop in told.loops()]
-        kinds = [(one["what"] or one["lines"][-1:], one["count"], one["every"], one["regular"]) for one in told.stalls]
-        opened = [(one.get("why"), len(one["ticks"]), one["about"]) for one in told.windows[1:]]
-        seen = f"{loops} {kinds} {opened} step {told.marks['step'] / 1e6:.2f} after {told.marks['warm_up']}"
-        return right, f"{seen} first {told.windows[0]['ticks']} held up {told.held_up:.2f} of {told.took:.1f} s"
+        return right, str([f"{loop['source']} {loop['turns']}" for loop in told.loops()])
     except Exception as error:
         return False, f"{type(error).__name__}: {error}"
 
@@ -354,7 +333,7 @@ def main() -> None:
         without = {
             pool.submit(majority, name, threshold, usual[name]): (name, threshold)
             for name in programs
-            for threshold in all_of(VIRTUAL if PROGRAMS[name].is_virtual else RECORDED).keys() & set(options.only)
+            for threshold in all_of(VIRTUAL).keys() & set(options.only)
         }
         for done in as_completed([*without, *explained]):
             if done in without:
@@ -383,8 +362,6 @@ def main() -> None:
 def _be_ready() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
-
-    import keepbusy.recording.recorder  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keepbusy.recording.machine_figures import collective_calls
 from keepbusy.virtual.costs.device import Wire, read
+from keepbusy.virtual.costs.machine_figures import collective_calls
 
 CUDA = torch.cuda.is_available()
 SIZES = [1 << power for power in range(10, 31 if CUDA else 19, 2)]

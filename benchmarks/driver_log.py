@@ -31,11 +31,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 from keepbusy.log import hostlog
-from keepbusy.log.device_commands import device_commands
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import KernelTimes, learn
 from keepbusy.log.kernel_times import device_events as seen_on_device
-from keepbusy.log.log_file import read_log
+from keepbusy.log.log_file import device_commands, read_log
 from keepbusy.log.rebuild import LONG_WAIT, rebuild
 
 Step = Callable[[], object]

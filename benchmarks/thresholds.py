@@ -100,7 +100,7 @@ MERGED = {
 }
 """Of reading ranks into one timeline: measured on the recordings of several ranks, and on traces of many."""
 
-RECORDED = {
+VIRTUAL = {
     "keepbusy.instrument.loop_tree": (
         Threshold("PATIENCE", INFINITE, "Who steps eight times while another does not is no part of its step."),
         Threshold("HOLDS_TRAINING", 0.0, "A loop with fewer than half of the backward passes is part of a turn."),
@@ -113,26 +113,6 @@ RECORDED = {
         Threshold("BEAT_LASTS", 0.0, "A beat goes on for a quarter of the turns: else it was a burst."),
         Threshold("ALIKE_LENGTHS", INFINITE, "A slow turn that no look has met goes to a kind alike in length."),
     ),
-    "keepbusy.recording.turn_times": (
-        Threshold("TRIMMED", 0.0, "What turns usually take is told without a tenth of them at either end."),
-        Threshold("LEAD_FROM", -INFINITE, "A host that is half a step ahead does not set the pace."),
-        Threshold("HELD_UP_FROM", -INFINITE, "In a step in which it gains a quarter nothing holds the host up."),
-    ),
-    "keepbusy.recording.windows": (
-        Threshold("SLOWED", INFINITE, "A turn recorded twice as long, and not ended, was slowed by its lines."),
-        Threshold("FAR_LONGER", INFINITE, "Two turns four times as long as usual are not all that is wanted."),
-        Threshold("WHOLE_TURNS_AFTER", INFINITE, "A window that was open for 0.1 s closes with its second turn."),
-        Threshold("DELAYED_SHARE", INFINITE, "Where others had the processors for 5% of the run no change counts."),
-    ),
-    "keepbusy.recording.recorder": (
-        Threshold("CATCHES_UP", INFINITE, "A GPU comes to where its host is within the host's lead and a quarter."),
-        Threshold("STEPS_BEFORE_WINDOW", 0, "The window opens after eight steps."),
-        Threshold("ALIKE_STEPS", 3, "Five steps in a row must be alike."),
-    ),
-}
-"""Of what a run is recorded by: measured on programs that the ablation runs (`ablation_programs.py`)."""
-
-VIRTUAL = {
     "keepbusy.instrument.run_loops": (
         Threshold("STAY", INFINITE, "On a virtual GPU, a function that lasts 60 ms may hold loops of the run, ..."),
         Threshold("WORKING_SHARE", 0.0, "A loop with half of the GPU's work is what the program is for, ..."),
@@ -141,13 +121,21 @@ VIRTUAL = {
     ),
 }
 """Of a run on a virtual GPU: measured on programs that the ablation runs on one."""
-THRESHOLDS = EXPLAINED | MERGED | RECORDED | VIRTUAL
+THRESHOLDS = EXPLAINED | MERGED | VIRTUAL
 
 BOUNDS = {
     "keepbusy.instrument.loops": (
-        *("LOOK_INTERVAL", "TIMES_ITS_COST", "GROWTH", "KEPT_LOOKS", "KEPT_TURNS", "DEEPEST", "IMPORTING"),
         *(
-            "COUNTS_TURNS",
+            "LOOK_INTERVAL",
+            "TIMES_ITS_COST",
+            "GROWTH",
+            "BESIDE_EVERY",
+            "KEPT_LOOKS",
+            "KEPT_TURNS",
+            "DEEPEST",
+            "IMPORTING",
+        ),
+        *(
             "THINKS_AT_MOST",
             "LOOKS_IN_ONE_FRAME",
             "LOOKS_WITHOUT_COUNTS",
@@ -161,26 +149,6 @@ BOUNDS = {
         *("SHORTEST_PART", "SLOW_TURNS_MATTER", "LOOP_IS_WORTH"),
     ),
     "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
-    "keepbusy.recording.turn_times": (
-        *("COURSE_ROWS", "STALL_MATTERS", "WHIM_MATTERS", "NO_LEAD", "CHANGE", "CERTAINTY", "LASTING_TIME"),
-    ),
-    "keepbusy.recording.windows": (
-        *("SETTLING_TURNS", "SETTLES_WITHIN", "RECORDED_TURNS", "LONGEST_OPEN", "HELD_UP_AT_ONCE", "OPEN_AT_MOST"),
-        *("NEXT_ASK", "DEVICE_PATIENCE", "EVENTS_AT_ONCE", "EVENTS_A_TENSOR"),
-        *("WINDOWS_SHARE", "WINDOWS_ALLOWANCE", "KEPT_WINDOWS", "PLANNING_TIME", "STEPS_KNOWN", "MARKS_CONSIDERED"),
-        *(
-            "THINKING_SHARE",
-            "THINKING_ALLOWANCE",
-            "THINKING_AGAIN",
-            "TOLD_AHEAD",
-            "STALL_IS_WORTH",
-            "TURNS_BEFORE",
-            "TURNS_AFTER",
-            "TURNS_KNOWN",
-        ),
-        *("LONGEST_TURN", "STEPS_AROUND_FIRST"),
-    ),
-    "keepbusy.recording.recorder": ("STEPS_TO_LET_GO", "STEPS_DDP_TIMES", "LATEST_BEGIN"),
     "keepbusy.explain.fix_plan": (
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK"),
     ),

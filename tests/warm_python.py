@@ -47,7 +47,7 @@ PATIENCE = 1800
 Run = Callable[..., subprocess.CompletedProcess[str]]
 """Of a script that the test writes: the fixture `run`."""
 IMPORTED = (
-    *("keepbusy.cli.run", "keepbusy.explain", "keepbusy.recording.recorder", "keepbusy.report.terminal"),
+    *("keepbusy.cli.run", "keepbusy.explain", "keepbusy.log.program_log", "keepbusy.report.terminal"),
     *virtual.IMPORTED,
 )
 """What most commands would import."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keepbusy.fix.gate.guard import TooManyWaits as TooManyWaits
     from keepbusy.fix.gate.guard import guard as guard
     from keepbusy.instrument import step as step
-    from keepbusy.recording import record as record
+    from keepbusy.integrations.session import record as record
     from keepbusy.report.terminal import render_full as render_full
     from keepbusy.report.verdict import render as render
     from keepbusy.runtime.accumulate import accumulate as accumulate
@@ -50,7 +50,7 @@ _HOMES = {
     "prefetch": "keepbusy.runtime.prefetch.prefetch_iterator",
     "read": "keepbusy.traces",
     "readback": "keepbusy.runtime.readback",
-    "record": "keepbusy.recording",
+    "record": "keepbusy.integrations.session",
     "render": "keepbusy.report.verdict",
     "render_full": "keepbusy.report.terminal",
     "save": "keepbusy.timeline.busy_file",

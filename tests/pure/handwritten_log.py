@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import tarfile
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from keepbusy.instrument.lines import OURS
 from keepbusy.log.kernel_times import KernelTimes, device_events, learn
 from keepbusy.log.log_file import ROW, DriverCall, DriverLog, StackFrame, read_log
+from keepbusy.log.profiler_window import CallKey, call_keys
+from keepbusy.log.program_log import LOOKS
 from keepbusy.log.rebuild import RebuiltRun, rebuild
 
 RECORDED = Path(__file__).with_name("driver_logs")
@@ -85,3 +89,24 @@ def recorded(name: str, folder: Path) -> tuple[DriverLog, KernelTimes, RebuiltRu
     events = device_events(json.loads((folder / "trace.json").read_text())["traceEvents"])
     taught = learn(log, *said["window"], events)
     return log, taught, rebuild(log, taught), said["steps"]
+
+
+def unpacked(name: str, into: Path) -> Path:
+    """What `keepbusy run` left with KEEPBUSY_KEEP on H200s, of a program of stallbench; of the windows what is read of
+    them, and the places of PyTorch and of ours as they are here."""
+    with tarfile.open(RECORDED / name) as archive:
+        archive.extractall(into, filter="data")
+    spec = find_spec("torch")
+    torch = f"{Path(spec.origin).parent}/" if spec is not None and spec.origin else "torch/"
+    for folder in into.iterdir():
+        for file in ("names", "looks.json"):
+            text = (folder / file).read_text()
+            (folder / file).write_text(text.replace("{ours}", OURS).replace("{torch}", torch))
+        looks = json.loads((folder / "looks.json").read_text())
+        names = np.frombuffer(json.dumps(looks["names"]).encode(), np.uint8)
+        np.savez(folder / LOOKS, times=np.array(looks["times"]), chains=np.array(looks["chains"]), names=names)
+    return into
+
+
+def keys_of(log: DriverLog) -> list[CallKey]:
+    return [CallKey(*key) for key in call_keys(log).tolist()]

@@ -79,7 +79,6 @@ FLAGS = {
         "--without": ("FIXES", None, ()),
         "--also": ("FIXES", None, ()),
         "--on": ("DEVICE", None, "auto"),
-        "--after": ("N", None, None),
         "--gpus": ("N", None, 1),
         "--ranks": ("N", None, 1),
         "--alike": (None, 0, False),

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from build import Run
 from jsonschema import Draft202012Validator
-from marked_runs import MAIN, MS
 
 from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import Diagnosis
-from keepbusy.recording.recorded_run import together
 from keepbusy.report import as_json, terminal
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.run_facts import DRIFT, LOOP, RUN, STALL, Part, PlainRun, RareStall, WindowReason
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "explain.schema.json").read_text())
+MS = 1_000_000
+MAIN = "train.py(90): <module>"
 EVERY, LAST, LOOKED = 50, 400, 200
 ORDINARY, BATCHES = 10_000, 40  # microseconds of the device in a step; batches of an evaluation
 
@@ -192,34 +192,6 @@ def grown(run: Run) -> None:
     run.work(4000, at=["train.py(34): main"])
 
 
-def changed(share: float, *windows: Timeline) -> Timeline:
-    """A run whose steps were others from step 650 on, for so much of their time."""
-    reason = WindowReason(DRIFT, began=650, share=share)
-    later = window([grown] * 6, 700, reason=reason, plain_step=14 * MS)
-    return together([recorded([train, evaluate, train]).change(further=(later, *windows))])
-
-
-def test_what_is_explained_is_what_most_of_the_run_was_like() -> None:
-    whole = changed(0.7)
-    said = explain(whole)
-    assert (said.plain_step, said.later, whole.further) == (14 * MS, None, ())
-    assert whole.facts.recorded == (*range(700, 707),)
-    assert whole.facts.plain_runs
-    assert said.causes[0].sites[0].where.line in (33, 34)
-    assert "Since step 650 a step takes 14.0 ms, and 10.0 ms before: " in said.notes[0]
-
-
-def test_what_has_changed_near_the_end_is_told_beside_it() -> None:
-    said = explain(changed(0.3))
-    assert said.plain_step == 10 * MS
-    assert said.later is not None
-    assert said.later.since == 650
-
-
-def test_a_change_that_did_not_last_is_not_told() -> None:
-    assert changed(0.0).further == ()
-
-
 def test_what_lies_between_two_runs_of_a_loop_is_a_part_of_the_turn_around_it() -> None:
     """A round of an optimizer that turns eight times, and before each round points are drawn by the host, in 60 ms."""
 
@@ -239,26 +211,6 @@ def test_what_lies_between_two_runs_of_a_loop_is_a_part_of_the_turn_around_it() 
     [fix] = told.plan
     assert ([str(place) for place in fix.where], fix.loop) == (["train.py:7"], "train.py:19")
     assert fix.run_gain == pytest.approx(35 * 60 * MS, rel=0.1)
-
-
-def of_the_other(timeline: Timeline) -> Timeline:
-    return timeline.change(lanes=tuple(lane._replace(rank=1) for lane in timeline.lanes))
-
-
-def test_windows_of_ranks_are_brought_together_by_their_number() -> None:
-    """Those of other loops have turns of the same numbers, and one rank closed its window early."""
-
-    def loop(place: str, number: int, turns: int) -> Timeline:
-        return window([train] * turns, 1, reason=WindowReason(LOOP, place=place, number=number))
-
-    first = window([train] * 6, 10).change(further=(loop("a.py:1", 1, 6), loop("a.py:9", 2, 6), loop("a.py:20", 0, 6)))
-    later = tuple(map(of_the_other, (loop("a.py:9", 2, 4), loop("a.py:20", 0, 6))))
-    other = of_the_other(first).change(further=later)
-    whole = together([first, other])
-    told = [
-        (one.facts.reason.place, one.ranks, len(one.facts.recorded or ())) for one in whole.further if one.facts.reason
-    ]
-    assert told == [("a.py:1", [0], 7), ("a.py:9", [0, 1], 5), ("a.py:20", [0], 7)]
 
 
 def test_all_of_it_goes_through_a_file_and_keeps_to_the_schema() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 import keepbusy.log
-from keepbusy.log.device_commands import device_commands
-from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, read_log
+from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, device_commands, read_log
 
 LIBRARY = Path(keepbusy.log.__file__).with_name("hostlog.c")
 PARTS = Path(__file__).with_name("hostlog")
@@ -112,6 +111,44 @@ def test_each_call_is_a_row(logged, client: str) -> None:
     assert communicator["ranks"] == 4
     assert communicator["rank"] == 2
     assert (log.took >= 0).all()
+
+
+def test_a_driver_that_was_in_use_before_is_logged_from_then_on(logged) -> None:
+    """As in a notebook: whoever found the driver's functions earlier keeps them in a table of its own."""
+    log = logged(
+        """
+        client = load()
+        client.client_launch(64, 1, 0)
+        client.client_launch_by_dlsym(64)
+        why = hostlog.start(folder); assert not why, why
+        client.client_launch(64, 2, 0)
+        client.client_launch_by_dlsym(64)
+        client.client_copies(4096)
+        client.client_reduce(1000)
+        """,
+        start=False,
+    )
+    names = (*["launch"] * 2, *["copy_to_gpu"] * 2, "copy_to_host", "communicator", "all_reduce")
+    assert [*log.kinds()] == [*names]
+    assert log.calls[1].grid[0] == 2
+
+
+def test_a_log_that_begins_again_goes_on(logged) -> None:
+    log = logged(
+        """
+        client = load()
+        client.client_launch(64, 1, 0)
+        assert hostlog.stop() == ""
+        client.client_launch(64, 2, 0)
+        again = folder / "again"
+        again.mkdir()
+        why = hostlog.start(again); assert not why, why
+        client.client_launch(64, 3, 0)
+        assert hostlog.stop() == ""
+        assert (again / "rows").samefile(folder / "rows")
+        """
+    )
+    assert [log.calls[number].grid[0] for number in log.rows["call"]] == [1, 3]
 
 
 def test_a_wait_for_all_is_a_row_in_both_forms_that_the_driver_has(logged) -> None:
@@ -299,18 +336,6 @@ def test_the_log_ends_where_its_size_does(logged) -> None:
         start=False,
     )
     assert len(log.rows) == 1 << 15
-
-
-def test_a_driver_that_is_loaded_already_is_refused(logged) -> None:
-    logged(
-        """
-        load()
-        before = os.listdir("/proc/self/fd")
-        assert hostlog.start(folder) == "the CUDA driver was loaded before the log began"
-        assert os.listdir("/proc/self/fd") == before
-        """,
-        start=False,
-    )
 
 
 def test_the_next_function_is_that_of_the_caller(logged) -> None:

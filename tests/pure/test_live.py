@@ -13,52 +13,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from screens import PaperScreen
 
-from keepbusy.cli.program import BottomLines, latest, live
+from keepbusy.cli.program import BottomLines, live
+from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.report.run_report import live_line, live_lines
-from keepbusy.timeline.run_facts import Figures, FiguresFile, Part
-
-FIGURES = Figures(1240, ms(25), ms(24.1), ms(26.3), ms(3.2), ended=10**12, limit=ms(38))
-NOW = 10**12 + ms(5)
+from keepbusy.timeline.run_facts import Part
 
 
-def shown(figures: Figures | None = FIGURES, diagnosis=None, now: int = NOW, width: int = 120) -> str:
-    return live_line(figures, diagnosis, now, width, colour=False)
+def shown(diagnosis: Diagnosis | None, width: int = 120) -> str:
+    return live_line(diagnosis, width, colour=False)
 
 
-def test_it_tells_the_step_the_lead_and_later_the_worst_line() -> None:
-    assert shown() == "keepbusy · step 1240 · 25.0 ms (24.1–26.3) · lead 3.2 ms"
-    assert shown(diagnosis=STALLED).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms per step")
-    assert shown(diagnosis=HEALTHY).endswith(" · GPU computes 97%")
-
-
-@pytest.mark.parametrize(
-    ("figures", "says"),
-    [
-        (None, "keepbusy · no steps yet"),
-        (Figures(1, 0, 0, 0), "keepbusy · no steps yet"),
-        (FIGURES._replace(lead=-1), "keepbusy · step 1240 · 25.0 ms (24.1–26.3)"),
-        (FIGURES._replace(lead=40_000), "keepbusy · step 1240 · 25.0 ms (24.1–26.3) · no lead"),
-    ],
-)
-def test_it_tells_no_more_than_is_known(figures: Figures | None, says: str) -> None:
-    assert shown(figures) == says
-
-
-def test_a_step_that_does_not_end_is_told() -> None:
-    late = 10**12 + 12 * 10**9
-    assert shown(now=late) == "keepbusy · step 1240 · the next step takes 12.00 s so far, instead of 25.0 ms"
-    assert "25.0 ms (24.1–26.3)" in shown(FIGURES._replace(limit=0), now=late)
+def test_it_says_the_iteration_and_the_worst_line() -> None:
+    assert shown(None) == "keepbusy · recording"
+    assert shown(STALLED) == (
+        "keepbusy · 31.3 ms per iteration · GPU computes 26% · blocking copy train.py:3: 20.1 ms per iteration"
+    )
+    assert shown(HEALTHY).endswith(" · GPU computes 97%")
 
 
 def test_what_has_no_room_is_left_out_and_the_worst_line_is_not() -> None:
     deep = replace(STALLED.causes[0].where, file="/home/somebody/project/benchmarks/windows/train.py")
     site = replace(STALLED.causes[0].sites[0], where=deep)
     stalled = replace(STALLED, causes=(replace(STALLED.causes[0], sites=(site,)),))
-    assert shown(diagnosis=stalled).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms per step")
-    assert shown(diagnosis=stalled, width=90) == (
-        "keepbusy · step 1240 · 25.0 ms · lead 3.2 ms · blocking copy train.py:3: 20.1 ms per step"
-    )
-    assert shown(diagnosis=stalled, width=60) == "keepbusy · 25.0 ms · blocking copy train.py:3: 20.1 ms per…"
+    assert shown(stalled).endswith(" · GPU computes 26% · blocking copy train.py:3: 20.1 ms per iteration")
+    assert shown(stalled, 90).endswith("ms per iteration · blocking copy train.py:3: 20.1 ms per iteration")
+    assert shown(stalled, 60) == "keepbusy · blocking copy train.py:3: 20.1 ms per iteration"
 
 
 EPOCHS = Part("loop", "src/train.py:9", time=ms(9_000), busy=ms(4_500), turns=3, turn=ms(3_000))
@@ -68,7 +47,7 @@ GROWN = Part("run", time=ms(12_000), busy=ms(4_500), parts=(replace(EPOCHS, part
 
 
 def grown(width: int = 100, rows: int = 40) -> list[str]:
-    return live_lines(FIGURES, GROWN, STALLED, NOW, (width, rows), colour=False)
+    return live_lines(replace(STALLED, run=GROWN), (width, rows), colour=False)
 
 
 def test_it_shows_the_tree_as_far_as_it_has_grown() -> None:
@@ -77,7 +56,7 @@ def test_it_shows_the_tree_as_far_as_it_has_grown() -> None:
         "train.py:9  ×3  9.00 s  3.00 s per iteration  GPU busy 50%",
         "  train.py:11  ×1,200  8.00 s  6.7 ms per iteration  GPU busy 55%",
     ]
-    assert grown()[-1] == shown(diagnosis=STALLED, width=100)
+    assert grown()[-1] == shown(STALLED, 100)
 
 
 def test_a_small_terminal_has_one_line() -> None:
@@ -88,7 +67,7 @@ def test_a_small_terminal_has_one_line() -> None:
 
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_it_never_wraps(width: int) -> None:
-    coloured = live_line(FIGURES, STALLED, NOW, width)
+    coloured = live_line(STALLED, width)
     plain = re.sub(r"\x1b\[[\d;]*m", "", coloured)
     assert "\n" not in coloured
     assert len(plain) < width
@@ -158,26 +137,6 @@ def test_a_change_is_one_write() -> None:
     bottom.end()
     bottom.end()
     assert screen.writes == 3
-
-
-def test_figures_go_through_their_file(tmp_path: Path) -> None:
-    file = FiguresFile(tmp_path / "live")
-    assert file.read() is None
-    file.write(FIGURES)
-    file.write(FIGURES._replace(steps=1241, lead=-1))
-    assert file.read() == FIGURES._replace(steps=1241, lead=-1)
-    (tmp_path / "live").write_bytes(b"something else")
-    assert file.read() is None
-
-
-def test_of_several_processes_the_busiest_is_shown(tmp_path: Path) -> None:
-    assert latest(tmp_path) == (None, None)
-    for process, steps in (("11", 5), ("12", 900), ("13", 0)):
-        (tmp_path / process).mkdir()
-        FiguresFile(tmp_path / process / "live").write(FIGURES._replace(steps=steps))
-    (tmp_path / "13" / "live").write_bytes(b"")
-    process, figures = latest(tmp_path)
-    assert (process, figures) == (tmp_path / "12", FIGURES._replace(steps=900))
 
 
 def test_without_a_terminal_nothing_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

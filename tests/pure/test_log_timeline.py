@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from handwritten_log import BACK, LAUNCH, US, HandwrittenLog, recorded, times, two_streams_and_an_event
+from handwritten_log import BACK, LAUNCH, US, HandwrittenLog, keys_of, recorded, times, two_streams_and_an_event
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from keepbusy.log.host_frames import Visits, frames_of
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, StackFrame
 from keepbusy.log.log_timeline import HostSide, LogTimeline, timeline_of_log
-from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators, call_keys
+from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators
 from keepbusy.log.rebuild import rebuild
 from keepbusy.timeline.model import EVERY_LANE, NONE, PENDING_LIMIT, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.ranks import merge
@@ -265,7 +265,7 @@ def test_operators_that_called_nothing_stand_where_the_profiler_saw_them() -> No
     written.now += 100
     written.call("launch", 1, took=10, stack=1)
     log = written.log()
-    first, second = call_keys(log)
+    first, second = keys_of(log)
     operators = CallOperators(between={(first, second): [OperatorBetweenCalls("aten::randn", 0.2, 0.7)]})
     operators.around[second][Operators(("aten::mul",), 0)] += 1
     found = host_frames(told_with(written, HostSide(operators=operators)))

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import tarfile
-from importlib.util import find_spec
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from handwritten_log import RECORDED
+from handwritten_log import unpacked
 
 import keepbusy
 from keepbusy.cli import program
 from keepbusy.instrument import lines
-from keepbusy.instrument.lines import OURS
+from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.log_file import ROW
-from keepbusy.log.logged_run import read_processes, timeline_of_processes, was_logged
+from keepbusy.log.logged_run import read_processes, timeline_of_processes
 from keepbusy.log.program_log import FACTS, LOOKS
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.steps import without_first_steps
-
-
-def unpacked(name: str, into: Path) -> Path:
-    """What `keepbusy run` left with KEEPBUSY_KEEP on H200s, of a program of stallbench; of the windows what is read of
-    them, and the places of PyTorch and of ours as they are here."""
-    with tarfile.open(RECORDED / name) as archive:
-        archive.extractall(into, filter="data")
-    spec = find_spec("torch")
-    torch = f"{Path(spec.origin).parent}/" if spec is not None and spec.origin else "torch/"
-    for folder in into.iterdir():
-        for file in ("names", "looks.json"):
-            text = (folder / file).read_text()
-            (folder / file).write_text(text.replace("{ours}", OURS).replace("{torch}", torch))
-        looks = json.loads((folder / "looks.json").read_text())
-        names = np.frombuffer(json.dumps(looks["names"]).encode(), np.uint8)
-        np.savez(folder / LOOKS, times=np.array(looks["times"]), chains=np.array(looks["chains"]), names=names)
-    return into
 
 
 @pytest.fixture
@@ -48,7 +31,6 @@ def left(tmp_path: Path) -> Path:
 
 
 def timeline(left: Path) -> Timeline:
-    assert was_logged(left)
     return timeline_of_processes(read_processes(left), "train.py")
 
 
@@ -95,6 +77,21 @@ def test_of_a_run_that_went_on_after_its_log_was_full_the_first_part_is_explaine
     assert whole.spans.end.max() <= facts["ended"] - facts["began"]
     assert "11,669 calls, the first 15.26 s of the run" in whole.facts.notes[0]
     assert whole.facts.notes[1].endswith("is not in this report (the log is full).")
+
+
+def test_threads_beside_the_program_are_known_by_their_lines(left: Path) -> None:
+    [process] = left.iterdir()
+    with np.load(process / LOOKS) as looks:
+        said, columns = json.loads(looks["names"].tobytes()), {name: looks[name] for name in ("times", "chains")}
+    [own, *_] = [number for number, (file, _, _) in enumerate(said["codes"]) if file.endswith("pageable_copy.py")]
+    said |= {"beside": [[own, 7, 2 * 10**9]], "ran": 3 * 10**9}
+    np.savez(process / LOOKS, names=np.frombuffer(json.dumps(said).encode(), np.uint8), **columns)
+    run = timeline(left).facts.run
+    assert run is not None
+    assert ([(line.place.rpartition("/")[2], line.time) for line in run.beside], run.ran) == (
+        [("pageable_copy.py:7", 2 * 10**9)],
+        3 * 10**9,
+    )
 
 
 def test_a_process_that_launched_nothing_is_no_part_of_the_run(left: Path) -> None:
@@ -166,8 +163,32 @@ def test_a_rank_that_left_no_log_is_missing_from_the_report(two_ranks: Path, mon
     assert missing == ["rank 1 is missing from this report: It took no step."]
 
 
-def test_ranks_of_several_hosts_are_not_logged_for_their_clocks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    asked = argparse.Namespace(after=None, memory=False, live=False)
-    assert program._logged(Path(), asked, lambda: None) == (None, "")
+def test_a_rank_of_another_host_sends_its_log_and_what_its_clock_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    served = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    its = distributed.TCPStore("127.0.0.1", served.port, is_master=False)
+    monkeypatch.setenv("RANK", "1")
+    (here := tmp_path / "here").mkdir()
+    (there := tmp_path / "there").mkdir()
+    (there / "rank1.tar").write_bytes(b"log" * program.PIECE)
+    began = time.perf_counter_ns()
+    sending = threading.Thread(target=program._send, args=(its, there / "rank1.tar"))
+    sending.start()
+    while not (here / "rank1.tar").exists():
+        program._receive(served, 1, here)
+    sending.join()
+    assert (here / "rank1.tar").read_bytes() == b"log" * program.PIECE
+    assert abs(int((here / "rank1.clock").read_text())) < time.perf_counter_ns() - began
+
+
+def test_ranks_on_two_clocks_are_rebuilt_as_on_one(tmp_path: Path) -> None:
+    processes = read_processes(unpacked("late_rank.tar.xz", tmp_path))
+    logs, times = [one.log for one in processes], [one.times for one in processes]
+    expected = rebuild_ranks(logs, times)
+    other = 3_700_000_000
+    logs[1] = replace(logs[1], begin=logs[1].begin + other)
+    shifted = rebuild_ranks(logs, times, [0, -other])
+    for one, its, ahead in zip(expected, shifted, (0, other), strict=True):
+        assert np.abs(its.end - ahead - one.end).max() < 1_000

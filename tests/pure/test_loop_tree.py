@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import linecache
-import sys
 import threading
 import weakref
 from array import array
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,20 +14,11 @@ from watched import MS, Watched, codes_of
 
 from keepbusy.instrument.loop_tree import (
     innermost_loops,
-    jumps_of,
-    loop_of_steps,
-    loops_beside,
     read_source,
     tree_of,
-    turns_at,
 )
 from keepbusy.instrument.loops import Line
-from keepbusy.instrument.processes import uses_gpu
 from keepbusy.instrument.slow_turns import LookTable, slow_kinds
-from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.run_counters import GpuShare
-from keepbusy.recording.step_clock import ENDS, Marks
-from keepbusy.recording.windows import whole_step
 from keepbusy.timeline.model import NONE, Ints
 from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, Part
 
@@ -385,37 +374,6 @@ def test_where_nobody_asked_the_gpu_nothing_is_said_of_it(train: Watched) -> Non
     assert run.shares == ()
 
 
-def samples(*pairs: tuple[int, float]) -> GpuShare:
-    share = GpuShare(lambda: 0)
-    share.times.extend(time * MS for time, _ in pairs)
-    share.shares.extend(value for _, value in pairs)
-    return share
-
-
-def worked(share: GpuShare, *moments: int) -> list[float]:
-    return [round(float(time) / MS, 3) for time in share.busy_until(np.array(moments, np.int64) * MS)]
-
-
-def test_samples_add_up_to_the_time_at_work() -> None:
-    """The first one tells of the 200 ms before it."""
-    share = samples((1_000, 1.0), (1_200, 0.5), (1_400, 0.0), (1_600, 1.0))
-    assert worked(share, 0, 800, 900, 1_000, 1_100, 1_200, 1_400, 1_600) == [0, 0, 100, 200, 250, 300, 300, 500]
-    assert worked(share, 9_000) == [500]
-
-
-def test_samples_may_come_out_of_order() -> None:
-    assert worked(samples((1_400, 0.0), (1_000, 1.0), (1_200, 0.5)), 1_000, 1_400) == [200, 300]
-
-
-def test_a_sample_says_nothing_of_what_is_long_before_it() -> None:
-    assert worked(samples((1_000, 0.0), (11_000, 1.0)), 11_000) == [1_000]
-
-
-def test_one_sample_is_none() -> None:
-    assert not samples((1_000, 1.0))
-    assert samples((1_000, 1.0), (1_200, 1.0))
-
-
 # what could be looked at closely
 
 
@@ -440,55 +398,11 @@ def test_loops_are_those_of_the_source_that_runs(tmp_path: Path, monkeypatch: py
     assert read_source(str(file)) == "pass\n"
 
 
-def test_another_process_finds_the_loop_by_where_it_stands(train: Watched) -> None:
-    two_epochs(train)
-    sources = SourceLoops(read_source)
-    for one in innermost_loops(train.looks, half):
-        jumps, _ = jumps_of(one.site, train.looks, sources)
-        assert jumps >= one.jumps
-        loops = {sources.of_jump(train.looks.codes[code], target) for code, target in jumps}
-        assert [loop.first for loop in loops if loop] == [one.site.line]
-        assert jumps_of(one.site._replace(file="other.py"), train.looks, sources) == (frozenset(), frozenset())
-    inner, outer = sorted(innermost_loops(train.looks, half), key=lambda one: -one.site.line)
-    assert jumps_of(inner.site, train.looks, sources)[1] == jumps_of(outer.site, train.looks, sources)[0] != frozenset()
-
-
 def test_the_run_knows_its_lines_that_decide_what_comes_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = "for step in steps:\n    if heard(step).item() == 0:\n        break\n    say(step)\n"
     run = Watched().program(tmp_path / "spell.py", text).at(300, ("spell", 2)).at(200, ("spell", 4))
     assert tree_of(run.looks).decides == ("spell.py:2",)
-
-
-STARS = "for round in range(9):\n    for step in range(20):\n        for piece in pieces:\n            add(piece)\n"
-
-
-@pytest.mark.parametrize(
-    ("passed", "first", "step"),
-    [
-        (9000, 50, "stars.py:2"),
-        (300, 50, None),
-        (700, 600, None),
-        (1300, 1300, "stars.py:3"),
-        (1300, 600, "stars.py:2"),
-    ],
-)
-def test_a_step_is_a_turn_of_the_outermost_loop_whose_turns_a_window_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: int, first: int, step: str | None
-) -> None:
-    """Pieces of 5 ms, ten of which are a step, in rounds of a second; the first step takes longer."""
-    monkeypatch.chdir(tmp_path)
-    run = Watched().program(tmp_path / "stars.py", STARS).at(passed, ("stars", 4))
-    run.turned("stars", 3, steady(0, passed // 5, 5)).turned("stars", 1, steady(0, passed // 1_000, 1_000))
-    run.turned("stars", 2, [first, *steady(first, (passed - first) // 50, 50)])
-    loops = innermost_loops(run.looks, half)
-    assert loops[0].place == "stars.py:3"
-    found = whole_step(loops)
-    assert (found.place if found is not None else None) == step
-    if found is not None:
-        took = turns_at(found.site, run.looks, SourceLoops(read_source))
-        assert set(took.tolist()) == {5 * MS if found.place == "stars.py:3" else 50 * MS}
-    assert whole_step([]) is None
 
 
 def test_a_loop_that_is_counted_no_further_cannot_be_looked_at(train: Watched) -> None:
@@ -502,127 +416,6 @@ def test_what_a_loop_that_is_counted_no_further_waits_is_its_outer_loops(train: 
     train.looks.uncounted.update(loop for loop, ends in train.looks.turns.items() if len(ends) == 20)
     [outer] = innermost_loops(train.looks, half)
     assert (outer.time, outer.waits) == (2_400 * MS, 1_200 * MS)
-
-
-# Which steps are turns of the loop that trains.
-
-ROLLOUTS = """\
-for iteration in range(3):
-    for move in range(20):
-        act(move)
-    for epoch in range(2):
-        for batch in range(4):
-            optimizer.step()
-"""
-
-
-def test_what_another_loop_does_between_two_steps_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 10 ms; before the first of eight, rollouts take 200 ms."""
-    monkeypatch.chdir(tmp_path)
-    run, marks = Watched().program(tmp_path / "ppo.py", ROLLOUTS), Marks()
-    moves, batches, epochs = list[float](), list[float](), list[float]()
-    for _ in range(3):
-        moves += steady(run.now, 20, 10)
-        run.at(200, ("ppo", 3))
-        for _ in range(2):
-            for end in steady(run.now, 4, 10):
-                marks.table.add(round((end - 1) * MS), ENDS, marks.pauses)
-                batches.append(end)
-            run.at(40, ("ppo", 6))
-            epochs.append(run.now)
-    run.turned("ppo", 2, moves).turned("ppo", 5, batches).turned("ppo", 4, epochs).turned("ppo", 1, epochs[1::2])
-    loops = innermost_loops(run.looks, None)
-    around = [(run.numbers["ppo"], line) for line in (1, 4, 5)]
-    trains = loop_of_steps(marks.table.host(), around, loops)
-    assert trains is not None
-    assert (trains.place, [one.place for one in loops_beside(trains, loops)]) == ("ppo.py:5", ["ppo.py:2"])
-    assert marks.steps().took.max() == 210 * MS
-    marks.others = [one.ends for one in loops_beside(trains, loops)]
-    assert set(marks.steps().took.tolist()) == {10 * MS}
-    assert marks.beside() == {9, 17}
-
-
-def test_marks_within_a_loop_over_optimizers_are_those_of_the_loop_around_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = Watched().program(
-        tmp_path / "gan.py", "for batch in loader:\n    for one in optimizers:\n        one.step()\n"
-    )
-    run.at(1_000, ("gan", 3)).turned("gan", 1, steady(0, 10, 100)).turned("gan", 2, steady(0, 20, 50))
-    marks = np.array([round(end * MS) - 1 for end in steady(0, 10, 100)])
-    found = loop_of_steps(marks, [(run.numbers["gan"], line) for line in (1, 2)], innermost_loops(run.looks, None))
-    assert found is not None
-    assert found.place == "gan.py:1"
-
-
-COLLECTED = """\
-for epoch in range(2):
-    for update in range(10):
-        for row in range(2):
-            collect(row)
-        for batch in batches:
-            batch.step()
-"""
-
-
-def test_what_the_loop_around_a_loop_of_one_turn_does_is_part_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Transformers' trainer does, with a loop over the batches that are accumulated."""
-    monkeypatch.chdir(tmp_path)
-    run = Watched().program(tmp_path / "trainer.py", COLLECTED)
-    run.at(600, ("trainer", 4)).at(1_400, ("trainer", 6))
-    run.turned("trainer", 3, steady(0, 40, 50)).turned("trainer", 5, [one - 2 for one in steady(0, 20, 100)])
-    run.turned("trainer", 2, steady(0, 20, 100)).turned("trainer", 1, steady(0, 2, 1_000))
-    marks = np.array([round(end * MS) - 3 * MS for end in steady(0, 20, 100)])
-    loops = innermost_loops(run.looks, None)
-    trains = loop_of_steps(marks, [(run.numbers["trainer"], line) for line in (1, 2, 5)], loops)
-    assert trains is not None
-    assert (trains.place, [*loops_beside(trains, loops)]) == ("trainer.py:2", [])
-
-
-FILM = """\
-def write(pieces):
-    for piece in pieces:
-        for frame in piece:
-            pack(frame)
-def coloured(scenes):
-    for scene in scenes:
-        for grey in scene:
-            yield model(grey)
-"""
-
-
-def test_steps_within_a_generator_are_turns_of_the_loop_that_asks_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whose own work between two of them is no other loop's. Scenes of ten pieces of four frames."""
-    monkeypatch.chdir(tmp_path)
-    run, marks = Watched().program(tmp_path / "film.py", FILM), Marks()
-    for end in steady(0, 60, 80):
-        run.at(20, ("film.write", 2), ("film.coloured", 8)).at(60, ("film.write", 4))
-        marks.table.add(round((end - 61) * MS), ENDS, marks.pauses)
-    run.turned("film.write", 3, steady(5, 240, 20)).turned("film.write", 2, steady(0, 60, 80))
-    run.turned("film.coloured", 7, [one - 60 for one in steady(0, 60, 80)])
-    run.turned("film.coloured", 6, steady(0, 6, 800))
-    loops = innermost_loops(run.looks, None)
-    around = [
-        (run.numbers[name], line) for name, line in (("film.write", 2), ("film.coloured", 6), ("film.coloured", 7))
-    ]
-    trains = loop_of_steps(marks.table.host(), around, loops)
-    assert trains is not None
-    assert (trains.place, [*loops_beside(trains, loops)]) == ("film.py:2", [])
-    marks.others = [one.ends for one in loops if one.place == "film.py:3"]  # if it were held for another one
-    assert len(marks.steps()) == 59
-
-
-def test_a_program_that_is_about_to_import_pytorch_uses_no_gpu_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks from beside it may find a module of which nothing has been executed."""
-    monkeypatch.setitem(sys.modules, "torch.cuda", ModuleType("torch.cuda"))
-    share = GpuShare(lambda: 0)
-    share.read()
-    assert (uses_gpu(), share.fault, bool(share)) == (False, "", False)
 
 
 def test_looks_of_which_none_met_a_turn_say_of_no_turn_where_it_was_slow() -> None:

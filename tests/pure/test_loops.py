@@ -9,7 +9,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -17,17 +17,16 @@ from warm_python import PATIENCE
 from watched import codes_of, loops_of_jumps, targets
 
 from keepbusy.instrument.loops import (
+    BESIDE_EVERY,
     DEEPEST,
     ENTRIES_IN_A_ROW,
-    LOOKS_IN_ONE_FRAME,
-    LOOKS_WITHOUT_COUNTS,
     TURNS_IN_A_ROW,
     Line,
     Looks,
     LoopWatch,
+    TurnCounters,
 )
 from keepbusy.instrument.source_loops import SourceLoops
-from keepbusy.recording.line_log import Log
 
 COUNTS = sys.version_info >= (3, 12)
 counting = pytest.mark.skipif(not COUNTS, reason="turns are counted from Python 3.12 on")
@@ -325,14 +324,6 @@ def test_what_is_imported_is_importing(program: Program) -> None:
     assert program.chain() == [("<module>", 1), ("_find_and_load", 5)]
 
 
-@counting
-def test_a_module_that_is_imported_is_not_counted(program: Program) -> None:
-    imports = code("_find_and_load", "<frozen importlib._bootstrap>")
-    frames = Frame(module(), 1), Frame(imports, 5), Frame(module("/home/user/lib.py"), 2)
-    looks = program.look(*frames, times=LOOKS_IN_ONE_FRAME)
-    assert {looks.codes[one].co_filename for one in looks.entries} == {"/home/user/train.py"}
-
-
 def test_of_a_deep_recursion_the_outer_frames_are_kept(program: Program) -> None:
     program.look(Frame(module(), 9), *[Frame(code("visit"), 4) for _ in range(200)])
     assert len(program.chain()) == DEEPEST
@@ -354,13 +345,6 @@ def test_a_frame_that_stays_is_told_from_one_that_is_called_again(program: Progr
     number = {one.co_name: index for index, one in enumerate(looks.codes)}
     assert looks.longest_stay[number["<module>"]] == 5
     assert looks.longest_stay[number["step"]] == 1
-
-
-@counting
-def test_a_frame_that_stays_is_counted_from_its_third_look_on(program: Program) -> None:
-    frames = Frame(module(), 9), Frame(code("train"), 4)
-    assert not program.look(*frames, times=LOOKS_IN_ONE_FRAME - 1).entries
-    assert set(program.look(*frames).entries) == {0, 1}
 
 
 def test_of_a_long_run_every_other_look_goes(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,15 +387,13 @@ class Held:
 
 def test_what_the_program_is_done_with_goes_at_once_though_it_was_looked_at() -> None:
     """The loader's workers end when their iterator goes, and memory is free; none of that waits for the collector."""
-    watch, log = LoopWatch(), Log()
+    watch = LoopWatch()
 
     def hold() -> weakref.ref[Held]:
         held = Held()
-        for look in (watch.look, log.open_frames):
-            looking = threading.Thread(target=look)
-            looking.start()
-            looking.join()
-        log.open_frames()
+        looking = threading.Thread(target=watch.look)
+        looking.start()
+        looking.join()
         return weakref.ref(held)
 
     collects = gc.isenabled()
@@ -440,24 +422,23 @@ def train(batches, each):
 """
 
 
-def counted(text: str, name: str, *arguments: Any) -> tuple[Looks, dict[int, int], LoopWatch]:
-    """A function is looked at three times and called then: the turns of its loops, by their first line."""
+def counted(text: str, name: str, *arguments: Any) -> tuple[Looks, dict[int, int], TurnCounters]:
+    """The turns of a function's loops, by their first line."""
     globe: dict[str, Any] = {}
     exec(compile(text, "/home/user/train.py", "exec"), globe)
     code = globe[name].__code__
     ticks = iter(range(0, 1_000_000, 10))
-    held = Frame(code, 3)
-    watch = LoopWatch(lambda: next(ticks), lambda: held)  # type: ignore[arg-type,return-value]
-    for _ in range(LOOKS_IN_ONE_FRAME):
-        watch.look()
+    looks = Looks()
+    counters = TurnCounters(looks, lambda: next(ticks))
+    counters.count(looks.meet(code), code)
     globe[name](*arguments)
     sources = SourceLoops(lambda file: text)
     turns: dict[int, int] = {}
-    for (_, target), ends in watch.looks.turns.items():
+    for (_, target), ends in looks.turns.items():
         loop = sources.of_jump(code, target)
         if loop is not None:
             turns[loop.first] = turns.get(loop.first, 0) + len(ends)
-    return watch.looks, turns, watch
+    return looks, turns, counters
 
 
 def nothing(batch: int) -> None:
@@ -467,8 +448,8 @@ def nothing(batch: int) -> None:
 @counting
 def test_turns_are_counted() -> None:
     """A `for` jumps back at the end of each turn; a `while` does not at the end of its last one."""
-    looks, turns, watch = counted(TURNING, "train", 7, nothing)
-    watch.end()
+    looks, turns, counters = counted(TURNING, "train", 7, nothing)
+    counters.end()
     assert turns == {2: 7, 5: 7 * 4}
     assert [len(entered) for entered in looks.entries.values()] == [1]
     for ends in looks.turns.values():
@@ -479,33 +460,15 @@ def test_turns_are_counted() -> None:
 def test_nothing_is_counted_once_it_has_ended() -> None:
     monitoring: Any = getattr(sys, "monitoring")  # noqa: B009
     tools = [monitoring.get_tool(number) for number in range(6)]  # the virtual GPU's own may be among them
-    looks, _, watch = counted(TURNING, "train", 7, nothing)
-    watch.end()
+    looks, _, counters = counted(TURNING, "train", 7, nothing)
+    counters.end()
     before = {loop: len(ends) for loop, ends in looks.turns.items()}
-    watch.end()  # and ending twice does no harm
+    counters.end()  # and ending twice does no harm
     globe: dict[str, Any] = {}
     exec(compile(TURNING, "/home/user/train.py", "exec"), globe)
     globe["train"](5, nothing)
     assert {loop: len(ends) for loop, ends in looks.turns.items()} == before
     assert [monitoring.get_tool(number) for number in range(6)] == tools
-
-
-@counting
-def test_counting_is_switched_off_and_on_again() -> None:
-    looks, _, watch = counted(TURNING, "train", 7, nothing)
-    [code] = {looks.codes[number] for number in looks.entries}
-    train = FunctionType(code, {})
-
-    def turns() -> int:
-        train(5, nothing)
-        return sum(map(len, looks.turns.values()))
-
-    before = turns()
-    watch.count_turns(False)
-    assert turns() == before
-    watch.count_turns(True)
-    assert turns() > before
-    watch.end()
 
 
 @counting
@@ -515,8 +478,8 @@ def test_where_every_place_for_a_tool_is_taken_nothing_is_counted() -> None:
     for number in mine:
         monitoring.use_tool_id(number, "somebody else")
     try:
-        looks, turns, watch = counted(TURNING, "train", 3, nothing)
-        watch.end()
+        looks, turns, counters = counted(TURNING, "train", 3, nothing)
+        counters.end()
         assert (turns, looks.entries) == ({}, {})
     finally:
         for number in mine:
@@ -527,8 +490,8 @@ def test_where_every_place_for_a_tool_is_taken_nothing_is_counted() -> None:
 def test_a_loop_that_computes_in_python_is_left_alone() -> None:
     """By the clock of this test a turn takes ten nanoseconds."""
     text = "def spin(n, each):\n    for i in range(n):\n        each(i)\n"
-    looks, _, watch = counted(text, "spin", 2_000, nothing)
-    watch.end()
+    looks, _, counters = counted(text, "spin", 2_000, nothing)
+    counters.end()
     [ends] = looks.turns.values()
     assert len(ends) == TURNS_IN_A_ROW
     assert looks.uncounted == set(looks.turns)
@@ -539,81 +502,14 @@ def test_a_function_that_is_called_again_and_again_is_left_alone() -> None:
     text = "def each(n):\n    pass\n\ndef run(n):\n    for i in range(n):\n        each(i)\n"
     globe: dict[str, Any] = {}
     exec(compile(text, "/home/user/train.py", "exec"), globe)
-    held, ticks = Frame(globe["each"].__code__, 2), iter(range(0, 1_000_000, 10))
-    watch = LoopWatch(lambda: next(ticks), lambda: held)  # type: ignore[arg-type,return-value]
-    for _ in range(LOOKS_IN_ONE_FRAME):
-        watch.look()
+    looks, ticks = Looks(), iter(range(0, 1_000_000, 10))
+    counters = TurnCounters(looks, lambda: next(ticks))
+    counters.count(looks.meet(globe["each"].__code__), globe["each"].__code__)
     globe["run"](300)
-    watch.end()
-    [entered] = watch.looks.entries.values()
+    counters.end()
+    [entered] = looks.entries.values()
     assert len(entered) == ENTRIES_IN_A_ROW
-    assert watch.looks.fleeting == {0}
-
-
-@counting
-def test_whoever_follows_a_loop_is_told_each_turn() -> None:
-    text = "def train(n, each):\n    for i in range(n):\n        each(i)\n"
-    globe: dict[str, Any] = {}
-    exec(compile(text, "/home/user/train.py", "exec"), globe)
-    held = Frame(globe["train"].__code__, 3)
-    watch = LoopWatch(Clock(), lambda: held)  # type: ignore[arg-type,return-value]
-    for _ in range(LOOKS_IN_ONE_FRAME):
-        watch.look()
-    told: list[int] = []
-    [target] = targets(globe["train"].__code__)
-    watch.follow(frozenset([(0, target)]), lambda: told.append(1))
-    globe["train"](4, nothing)
-    watch.follow(frozenset(), None)
-    globe["train"](4, nothing)
-    watch.end()
-    assert len(told) == 4
-
-
-@pytest.mark.skipif(COUNTS, reason="turns are counted there")
-@pytest.mark.parametrize("traced", [False, True])
-def test_where_turns_cannot_be_counted_whoever_knows_tells(traced: bool) -> None:
-    """Also of the loop around a call in which steps end; but a program that is traced is left alone."""
-    text = (
-        "def step():\n    tell()\n\ndef train():\n    for _ in range(3):\n        step()\n\n"
-        "def run():\n    for _ in range(4):\n        train()\n"
-    )
-    globe: dict[str, Any] = {"tell": lambda: watch.passed(sys._getframe(1))}
-    exec(compile(text, "/home/user/train.py", "exec"), globe)
-    outer, inner = Frame(globe["run"].__code__, 10), Frame(globe["train"].__code__, 6)
-    inner.f_back = outer
-    watch = LoopWatch(Clock(), lambda: inner)  # type: ignore[arg-type,return-value]
-    for _ in range(LOOKS_WITHOUT_COUNTS):
-        watch.look()
-    before = sys.gettrace()
-    if traced:
-        sys.settrace(lambda *_: None)
-    try:
-        globe["run"]()
-    finally:
-        sys.settrace(before)
-    turns = {(watch.looks.codes[line.code].co_name, line.line): len(ends) for line, ends in watch.looks.passes.items()}
-    assert turns == {("train", 6): 12} | ({} if traced else {("run", 10): 4})
-
-
-@counting
-def test_something_is_done_once_where_the_next_line_begins() -> None:
-    text = "def train(each):\n    each(1)\n    each(2)\n    each(3)\n"
-    globe: dict[str, Any] = {}
-    exec(compile(text, "/home/user/train.py", "exec"), globe)
-    held = Frame(globe["train"].__code__, 2)
-    watch = LoopWatch(Clock(), lambda: held)  # type: ignore[arg-type,return-value]
-    watch.look()
-    told: list[int] = []
-
-    def each(number: int) -> None:
-        if number == 1:
-            watch.at_next_line(lambda: told.append(number))
-        elif told:
-            told.append(number)
-
-    globe["train"](each)
-    watch.end()
-    assert told == [1, 2, 3]
+    assert looks.fleeting == {0}
 
 
 def test_other_threads_count_by_what_the_processors_gave_them() -> None:
@@ -634,7 +530,8 @@ def test_other_threads_count_by_what_the_processors_gave_them() -> None:
     watch.look()
     names["begin"].set()
     assert names["once"].wait(PATIENCE)
-    watch.look()
+    for _ in range(BESIDE_EVERY):
+        watch.look()
     names["ended"].set()
     for thread in threads:
         thread.join()

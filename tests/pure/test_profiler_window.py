@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handwritten_log import US, HandwrittenLog
+from handwritten_log import US, HandwrittenLog, keys_of
 
 from keepbusy.log.log_file import DriverLog
-from keepbusy.log.profiler_window import CallOperators, Operators, call_keys, learn_from_windows
+from keepbusy.log.profiler_window import CallOperators, Operators, learn_from_windows
 
 AHEAD = 5_000_000
 """Microseconds by which the profiler's clock is ahead of the log's."""
@@ -66,14 +66,14 @@ def test_kernels_are_timed_and_named_though_the_clocks_differ_by_less_than_an_it
 def test_the_same_call_is_made_in_the_same_operators_all_along(tmp_path: Path) -> None:
     log = written_log(10)
     _, operators = learned(log, window(log, 9, 21), tmp_path)
-    keys = call_keys(log)
+    keys = keys_of(log)
     assert {operators.of(key) for key in keys[1:]} == {Operators(("aten::mm",), 0)}
     [between] = {tuple(one) for one in operators.between.values()}
     assert [(one.name, one.begin, one.end) for one in between] == [("aten::randn", 3 / 40, 15 / 40)]
 
 
 def test_a_call_that_no_window_had_is_in_no_operator() -> None:
-    assert CallOperators().of(call_keys(written_log(1))[0]) == Operators()
+    assert CallOperators().of(keys_of(written_log(1))[0]) == Operators()
 
 
 def test_of_a_damaged_window_the_whole_events_count(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ from handwritten_log import BACK, GAP, LAUNCH, US, HandwrittenLog, recorded, tim
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.log.device_commands import collective_of
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, learn
-from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog
+from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, collective_of
 from keepbusy.log.rebuild import RebuiltRun, rebuild
 from keepbusy.timeline.model import PENDING_LIMIT
 

@@ -44,9 +44,13 @@ def test_each_threshold_has_a_name_of_its_own_and_is_switched_off_everywhere() -
 
 
 def test_what_another_module_imported_by_name_is_switched_off_too() -> None:
-    from keepbusy.instrument import loop_tree
-    from keepbusy.recording import step_clock
+    from keepbusy.log import rebuild
+    from keepbusy.timeline import model
 
-    with thresholds.switched_off("patience"):
-        assert loop_tree.PATIENCE == step_clock.PATIENCE == thresholds.INFINITE
-    assert loop_tree.PATIENCE == step_clock.PATIENCE == 8
+    with thresholds.switched_off("staged_bytes"):
+        assert (
+            rebuild.STAGED_BYTES
+            == model.STAGED_BYTES
+            == thresholds.all_of(thresholds.THRESHOLDS)["staged_bytes"][1].off
+        )
+    assert rebuild.STAGED_BYTES == model.STAGED_BYTES > 0

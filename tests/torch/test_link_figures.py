@@ -14,9 +14,9 @@ import pytest
 from warm_python import PATIENCE, SOURCES, WarmPython, held_port
 
 from keepbusy.cli.doctor import device_file, law
-from keepbusy.recording.machine_figures import LinkFigures, _meetings
 from keepbusy.timeline.files import typed
 from keepbusy.virtual.costs.device import read as read_device
+from keepbusy.virtual.costs.machine_figures import LinkFigures, _meetings
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
 KINDS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier"}
@@ -58,7 +58,7 @@ def test_within_a_job_of_two_hosts_the_first_rank_tells(tmp_path: Path, warm_pyt
 
 MEASURING = """\
 import dataclasses, json
-from keepbusy.recording.machine_figures import measure_as_rank
+from keepbusy.virtual.costs.machine_figures import measure_as_rank
 
 found = measure_as_rank(100)
 if found:
@@ -95,7 +95,7 @@ import sys
 from functools import partial
 
 from keepbusy.cli import main
-from keepbusy.recording import machine_figures
+from keepbusy.virtual.costs import machine_figures
 
 machine_figures.measure_links = partial(machine_figures.measure_links, patience={patience})
 sys.exit(main(["doctor", "--ranks", "2", "--save", "mine.toml"]))

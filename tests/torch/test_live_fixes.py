@@ -33,7 +33,6 @@ from keepbusy.fix.live.more_workers import FedLoop, MoreWorkers
 from keepbusy.fix.live.switch import FixSwitch
 from keepbusy.fix.live.trial import FixTrial, TrialResult
 from keepbusy.instrument.patches import Patches, left_alone
-from keepbusy.recording.step_clock import Cuda, Marks
 from keepbusy.timeline.files import BadInput
 
 
@@ -460,30 +459,6 @@ def test_two_optimizers_in_one_turn_are_one_turn() -> None:
     for optimizer in (critic, maker, critic, maker, critic, critic, critic, maker):
         fixes._trained(optimizer)
     assert fixes.trial.turns == 5
-
-
-def test_a_recording_beside_it_does_not_wait_for_what_was_put_off(machine: Any) -> None:
-    """Its marks ask their events all the time whether they have passed."""
-    fixes, marks = LiveFixes(("syncs",), tried=False), Marks(lambda _: None, clock=machine.clock.now, device=Cuda())
-    net = nn.Linear(4, 3).cuda()
-    optimizer = torch.optim.SGD(net.parameters())
-    fixes.begin()
-    marks.begin()
-    try:
-        began = machine.clock.now()
-        for turn in range(6):
-            net(torch.ones(1, 4, device="cuda")).sum().backward()
-            torch.cuda._sleep(10**8)  # 50 ms and more
-            optimizer.step()
-            if turn:
-                torch.cuda.synchronize()
-        launched = machine.clock.now() - began
-        torch.cuda.default_stream().query()
-        finished = machine.clock.now() - began
-    finally:
-        marks.end()
-        fixes.end()
-    assert launched < finished / 2
 
 
 def test_chance_alone_seldom_stands_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepbusy.recording.machine_figures import Sizes, measure
+from keepbusy.virtual.costs.machine_figures import Sizes, measure
 
 
 def test_a_virtual_gpu_measures_as_its_device_file_says(machine) -> None:

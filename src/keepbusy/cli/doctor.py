@@ -29,7 +29,7 @@ from keepbusy.virtual.costs import device
 from keepbusy.virtual.costs.device import CollectiveLaw, crossings
 
 if TYPE_CHECKING:
-    from keepbusy.recording.machine_figures import CollectiveTimes, LinkFigures, MachineFigures
+    from keepbusy.virtual.costs.machine_figures import CollectiveTimes, LinkFigures, MachineFigures
 
 
 EXAMPLES = """\
@@ -114,7 +114,7 @@ def _head(machine: MachineFigures | None, links: LinkFigures | None) -> str:
 
 
 def _measured() -> MachineFigures:
-    from keepbusy.recording.machine_figures import measure
+    from keepbusy.virtual.costs.machine_figures import measure
 
     return measure()
 
@@ -131,7 +131,7 @@ def _check(ranks: int, gpus: int) -> None:
 
 def _linked(ranks: int) -> LinkFigures | None:
     """None in a rank of a job that is not its first."""
-    from keepbusy.recording.machine_figures import measure_as_rank, measure_links
+    from keepbusy.virtual.costs.machine_figures import measure_as_rank, measure_links
 
     return measure_as_rank() if "RANK" in os.environ else measure_links(ranks)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import fcntl
-import json
 import os
 import re
 import resource
@@ -32,24 +31,23 @@ from keepbusy.cli import line_of, screen, sentence_of
 from keepbusy.instrument.processes import KeptDescriptor, high_copy, make_folder
 from keepbusy.instrument.script import flush
 from keepbusy.log import hostlog
+from keepbusy.log.log_file import CLOCK
 from keepbusy.timeline.files import BadInput, lock, remove_stale, write_whole
-from keepbusy.timeline.model import Lane, Spans, Timeline
+from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.run_facts import CutShort
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.log.program_log import ProgramLog
-    from keepbusy.recording.recorder import Run
-    from keepbusy.timeline.run_facts import Figures, Part
 
 # Where there is a GPU: the program in a child process, and the report of what it left
 
 DRIVER = Path("/dev/nvidiactl")
-LATER = "later"
-"""In a run's folder, what was recorded after the log was full."""
+WHY_NOT = "why_not.txt"
+"""In a run's folder, why nothing is logged."""
 KEEP = "KEEPBUSY_KEEP"
-"""Names a folder in which the profiler's traces are to stay."""
-_REPORTING = ("keepbusy.recording.recorded_run", "keepbusy.explain", "keepbusy.report.verdict")
+"""Names a folder in which what was logged is to stay."""
+_REPORTING = ("keepbusy.log.logged_run", "keepbusy.explain", "keepbusy.report.verdict")
 _CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
 
 
@@ -86,8 +84,8 @@ def run_supervised(
             child.hear()
         whole = _whole(folder, options.script, streams)
         if whole is not None:
-            if whole.facts.cut_short is None:
-                whole = whole.change_facts(cut_short=_cut_short(folder, child.killed_by))
+            if whole.facts.cut_short is None and child.killed_by is not None:
+                whole = whole.change_facts(cut_short=CutShort(child.killed_by))
             report(whole)
     except OSError:
         raise
@@ -108,46 +106,23 @@ def _is_seen(options: argparse.Namespace) -> bool:
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
     from keepbusy.instrument.script import Ending, cut_short
 
-    watched: Run | ProgramLog | None = None
+    log: ProgramLog | None = None
 
     def finish() -> None:
-        if watched is not None:  # nobody has ended it before it began
-            watched.end(cut_short(ending.signal))
+        if log is not None:  # nobody has ended it before it began
+            log.end(cut_short(ending.signal))
         over()
 
-    def record_closely(into: Path, why: str) -> None:
-        from keepbusy.recording.recorder import RunOptions, start
-
-        nonlocal watched
-        recording = start(RunOptions(str(into), meet(), options.after, _is_seen(options), options.memory))
-        recording.notes += [why] if why else []
-        watched = recording
-
-    def go_on() -> None:
-        """The run is longer than its log holds: from here on a few iterations stand for the others."""
-        if watched is not None:
-            watched.end()
-        record_closely(folder / LATER, "The run is longer than a log holds: its first part is not in this report.")
-
     ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
-    watched, why = _logged(folder, options, go_on)
-    if watched is None:
-        record_closely(folder, f"The run is not recorded whole: {why}." if why else "")
+    from keepbusy.log.program_log import start_all
+
+    log, why = start_all(folder, options.memory)
+    if why:
+        (folder / WHY_NOT).write_text(f"The run is not recorded: {why}.", encoding="utf-8")
     code = program()
     if code < 0:
         ending.by(-code)
     return code if code >= 0 else 128 - code
-
-
-def _logged(folder: Path, options: argparse.Namespace, full: Callable[[], object]) -> tuple[ProgramLog | None, str]:
-    """No log where a few iterations are recorded closely instead: on demand, or where several hosts' clocks differ."""
-    from keepbusy.fix.source.proof import ASKED
-    from keepbusy.log.program_log import start
-
-    asked = options.after is not None or options.memory or options.live or ASKED in os.environ
-    if asked or _of_this_host() < world():
-        return None, ""
-    return start(folder, full if world() == 1 else None)
 
 
 def meet() -> str:
@@ -158,80 +133,19 @@ def meet() -> str:
 
 
 def _whole(folder: Path, source: str, streams: StandardStreams) -> Timeline | None:
-    """What all processes of this rank left, and on the first rank what all ranks did."""
-    from keepbusy.log import logged_run
+    """On the first rank what all ranks did; on the others, and where nothing was logged, nothing."""
+    from keepbusy.log.logged_run import timeline_in
 
-    later = folder / LATER
-    timelines, why = _left(later, source) if later.exists() else ([], [])
-    if not timelines:
-        if logged_run.was_logged(folder):
-            missing = shared_logs(folder) if world() > 1 else []
-            return _whole_from_logs(folder, source, streams, missing) if rank() == 0 else None
-        timelines, why = _left(folder, source)
-    if world() > 1:
-        timelines, why = shared(timelines, why)
-    whole = _without_turns(folder, source, why) if why and not timelines else None
-    for sentence in why if whole is None else ():
+    missing = shared_logs(folder) if world() > 1 else []
+    if rank() != 0:
+        return None
+    if (why := folder / WHY_NOT).exists():
+        streams.complain(why.read_text(encoding="utf-8"))
+        return None
+    whole = timeline_in(folder, source, missing)
+    for sentence in whole.facts.notes[1:]:
         streams.complain(sentence)
-    if not timelines:
-        return whole
-    from keepbusy.recording.recorded_run import together
-
-    return together(timelines)
-
-
-def _whole_from_logs(folder: Path, source: str, streams: StandardStreams, missing: Sequence[str]) -> Timeline:
-    """All processes of the program are rebuilt together."""
-    from keepbusy.log import logged_run
-    from keepbusy.timeline.steps import without_first_steps
-
-    processes = logged_run.read_processes(folder)
-    if not processes:
-        return Timeline((Lane(0, None, 0),), (), Spans.of(0)).change_facts(source=source, logged=True)
-    whole = logged_run.timeline_of_processes(processes, source)
-    for sentence in (*whole.facts.notes[1:], *missing):
-        streams.complain(sentence)
-    return without_first_steps(whole)
-
-
-def _cut_short(folder: Path, killed_by: str | None) -> CutShort | None:
-    """Of a program whose steps other processes took, or that could not say anything any more."""
-    from keepbusy.recording.recorded_run import facts_in
-    from keepbusy.timeline.files import typed
-
-    known = [facts_in(one).get("cut_short") for one in folder.iterdir() if one.is_dir()]
-    if ended := next(filter(None, known), None):
-        return typed(CutShort, ended)
-    return CutShort(killed_by) if killed_by is not None else None
-
-
-def _without_turns(folder: Path, source: str, why: Sequence[str]) -> Timeline | None:
-    """What is known of the whole run is worth a report, also where no turn was recorded."""
-    from keepbusy.recording.recorded_run import without_turns
-
-    runs = [without_turns(one, {"source": source, "notes": tuple(why)}) for one in folder.iterdir() if one.is_dir()]
-    known = [one for one in runs if one.facts.run is not None or one.facts.plain_runs]
-    return max(known, key=lambda one: one.facts.run.time if one.facts.run else 0, default=None)
-
-
-def _left(folder: Path, source: str) -> tuple[list[Timeline], list[str]]:
-    """Of the processes that took steps, each rank's; and why any are missing."""
-    from keepbusy.recording.recorded_run import facts_in, timeline_in
-
-    found, why = dict[int, Timeline](), dict[int, str]()
-    left = {one: facts_in(one) for one in folder.iterdir() if one.is_dir()}
-    for one in sorted(left, key=lambda one: -left[one].get("steps", 0)):
-        its_rank = left[one].get("rank", rank())
-        if its_rank not in found and (left[one].get("steps", 0) or len(left) == 1):
-            try:
-                found[its_rank] = timeline_in(one, {"source": source})
-            except BadInput as error:
-                why.setdefault(its_rank, str(error))
-    if not found:
-        return [], [*why.values()][:1] or [f"{source} took no step."]
-    return [found[one] for one in sorted(found)], [
-        f"rank {one} is missing from this report: {why[one]}" for one in sorted(why) if one not in found
-    ]
+    return whole
 
 
 # The program's own process
@@ -419,11 +333,12 @@ class StandardStreams:
 PATIENCE = 30.0
 """Seconds that the first rank waits for the others' timelines once its own program has ended."""
 _POLL = 0.05
+_CLOCK_READINGS = 16
 PIECE = 4 << 20
 """Bytes: the store of torchrun's agents takes no message of more than eight megabytes."""
 MEETING = "KEEPBUSY_MEETING"
 """Names the folder of the process that started the ranks, in which they meet; others meet in the temporary one."""
-_NAMES_OF_A_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+_NAMES_OF_A_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "GROUP_RANK")
 _HELD: dict[Path, int] = {}
 """Where this process meets other ranks, locked until it ends. What no process has locked is stale."""
 
@@ -489,6 +404,10 @@ def shared_logs(folder: Path) -> list[str]:
     for path in found:
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
+            if (clock := path.with_suffix(".clock")).exists():
+                for name in archive.getnames():
+                    if "/" not in name:
+                        shutil.copy(clock, folder / name / CLOCK)
     _forget(left.parent)
     return missing
 
@@ -564,6 +483,9 @@ def _send(store: Any, path: Path) -> None:
     for begin in begins:
         store.set(f"{key}/{begin}", content[begin : begin + PIECE])
     store.set(key, f"{path.name} {len(begins)}")
+    for number in range(_CLOCK_READINGS):
+        store.get(f"{key}/ask{number}")
+        store.set(f"{key}/clock{number}", str(time.perf_counter_ns()))
     path.rename(path.with_suffix(".sent"))
     if len([*path.parent.glob("*.sent")]) == _of_this_host():
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -574,7 +496,20 @@ def _receive(store: Any, one: int, folder: Path) -> None:
     key = f"keepbusy/{one}"
     if store.check([key]):
         name, pieces = store.get(key).decode().split()
+        (folder / name).with_suffix(".clock").write_text(str(_clock_behind(store, key)))
         (folder / name).write_bytes(b"".join(store.get(f"{key}/{place * PIECE}") for place in range(int(pieces))))
+
+
+def _clock_behind(store: Any, key: str) -> int:
+    """Nanoseconds by which that rank's clock is behind the one of this host: by the answer that came soonest."""
+    readings = []
+    for number in range(_CLOCK_READINGS):
+        asked = time.perf_counter_ns()
+        store.set(f"{key}/ask{number}", "")
+        its = int(store.get(f"{key}/clock{number}"))
+        took = time.perf_counter_ns() - asked
+        readings.append((took, asked + took // 2 - its))
+    return min(readings)[1]
 
 
 def _collected(folder: Path, store: Any, kind: str) -> tuple[list[Path], list[str]]:
@@ -610,6 +545,8 @@ def _why_missing(folder: Path, one: int) -> str:
 INTERVAL = 0.25
 _SMALLEST = 40, 5
 _MODEST = 10
+_FIRST_LOOK, _TIMES_ITS_COST = 3.0, 10.0
+"""Seconds from one explanation to the next, and how many times as long as it takes."""
 
 
 class Terminal:
@@ -640,13 +577,13 @@ def _is_in_front() -> bool:
 
 @contextmanager
 def live(folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) -> Iterator[None]:
-    """While this lasts the line is drawn. What the window saw is explained once, as soon as it is there."""
+    """While this lasts, the end of the terminal says how the run is doing."""
     if not sys.stderr.isatty():
         yield
         return
     stop = threading.Event()
-    window = _Window(source, explained)
-    drawing = threading.Thread(target=_draw, args=(folder, window, stop), name="keepbusy live", daemon=True)
+    so_far = RunSoFar(folder, source, explained)
+    drawing = threading.Thread(target=_draw, args=(so_far, stop), name="keepbusy live", daemon=True)
     drawing.start()
     try:
         yield
@@ -655,7 +592,7 @@ def live(folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) 
         drawing.join()
 
 
-def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
+def _draw(so_far: RunSoFar, stop: threading.Event) -> None:
     from keepbusy.report.run_report import live_lines
 
     terminal = Terminal()
@@ -663,67 +600,36 @@ def _draw(folder: Path, window: _Window, stop: threading.Event) -> None:
     try:
         while not stop.wait(INTERVAL):
             if terminal.is_seen():
-                process, figures = latest(folder)
-                diagnosis, now = window.diagnosis(process), time.perf_counter_ns()
-                bottom.show(live_lines(figures, _tree_in(process), diagnosis, now, terminal.size()))
+                bottom.show(live_lines(so_far.diagnosis(), terminal.size()))
     finally:
         bottom.end()
 
 
-def latest(folder: Path) -> tuple[Path | None, Figures | None]:
-    """Of all processes that leave figures, the one that has taken most steps."""
-    from keepbusy.recording.recorder import LIVE
-    from keepbusy.timeline.run_facts import FiguresFile
+class RunSoFar:
+    """What the log tells by now: explained again and again, in a thread of its own at a low priority."""
 
-    found = [(path.parent, FiguresFile(path).read()) for path in folder.glob(f"*/{LIVE}")]
-    return max(
-        ((process, figures) for process, figures in found if figures is not None),
-        key=lambda one: one[1].steps,
-        default=(None, None),
-    )
+    def __init__(self, folder: Path, source: str, explained: Callable[[Timeline], Diagnosis]) -> None:
+        self._folder, self._source, self._explained = folder, source, explained
+        self._latest: Diagnosis | None = None
+        self._thread: threading.Thread | None = None
+        self._due = time.monotonic() + _FIRST_LOOK
 
+    def diagnosis(self) -> Diagnosis | None:
+        """The latest one; None until there is one."""
+        if time.monotonic() > self._due and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._explain, name="keepbusy explains", daemon=True)
+            self._thread.start()
+        return self._latest
 
-def _tree_in(process: Path | None) -> Part | None:
-    """The run of that process as far as it has grown; None before it has left any."""
-    from keepbusy.recording.recorder import TREE
-    from keepbusy.timeline.files import typed
-    from keepbusy.timeline.run_facts import Part
-
-    try:
-        return typed(Part, json.loads((process / TREE).read_text(encoding="utf-8"))) if process is not None else None
-    except (OSError, ValueError):
-        return None
-
-
-class _Window:
-    """What the window tells, once: explained in a thread of its own, at a low priority."""
-
-    def __init__(self, source: str, explained: Callable[[Timeline], Diagnosis]) -> None:
-        self._source, self._explained = source, explained
-        self._asked = False
-        self._diagnosis: Diagnosis | None = None
-
-    def diagnosis(self, process: Path | None) -> Diagnosis | None:
-        """None until there is one."""
-        if process is not None and not self._asked and _has_closed(process):
-            self._asked = True
-            threading.Thread(target=self._explain, args=(process,), name="keepbusy explains", daemon=True).start()
-        return self._diagnosis
-
-    def _explain(self, process: Path) -> None:
-        from keepbusy.recording.recorded_run import timeline_in
+    def _explain(self) -> None:
+        from keepbusy.log.logged_run import timeline_in
 
         if sys.platform == "linux":  # where a thread has a priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _MODEST)
-        with suppress(BadInput, OSError):
-            self._diagnosis = self._explained(timeline_in(process, {"source": self._source}))
-
-
-def _has_closed(process: Path) -> bool:
-    from keepbusy.recording.recorded_run import facts_in
-    from keepbusy.recording.windows import TRACE
-
-    return (process / TRACE).exists() and bool(facts_in(process).get("closed"))
+        began = time.monotonic()
+        with suppress(Exception):  # what is half written says more the next time
+            self._latest = self._explained(timeline_in(self._folder, self._source))
+        self._due = time.monotonic() + max(_FIRST_LOOK, _TIMES_ITS_COST * (time.monotonic() - began))
 
 
 # How it leaves alone what the program prints

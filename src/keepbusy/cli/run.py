@@ -34,7 +34,6 @@ from keepbusy.cli import (
     rendered_comparison,
     save,
     sentence_of,
-    whole_number,
     write_page,
 )
 from keepbusy.instrument.lines import set_launcher
@@ -64,10 +63,6 @@ The program runs as it is: its arguments, its output and its exit code are its o
 """
 
 
-AFTER_TRIAL = 60
-"""Steps of a fixed program before it is looked at closely: what looks at it would disturb the trial of its fixes."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_of_the_machine(parser)
     _add_of_the_report(parser)
@@ -88,12 +83,6 @@ def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
 
 def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     """What is looked at, and what is told of it."""
-    parser.add_argument(
-        "--after",
-        type=whole_number("steps", (1 << 31) - 1),
-        metavar="N",
-        help="record after N steps (default: after 8, once they are steady)",
-    )
     add_what_if(parser)
     add_workers(parser)
     parser.add_argument("--full", action="store_true", help="print the whole report, not only its first ten lines")
@@ -163,8 +152,6 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             hint_at_own_options(options, add_arguments)
     streams = program.StandardStreams()
     if real:
-        if options.fix and options.after is None:
-            options.after = AFTER_TRIAL
         program.run_supervised(
             options,
             streams,
@@ -345,7 +332,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
 
 
 _HANDED_ON = (
-    "on", "after", "clock", "values", "clocks", "what_if", "workers", "full", "json", "live", "fix", "without", "also",
+    "on", "clock", "values", "clocks", "what_if", "workers", "full", "json", "live", "fix", "without", "also",
     "quiet", "memory", "against", "save", "page",
 )  # fmt: skip
 """Flags that each rank is given, too."""

@@ -7,7 +7,6 @@ tells which loop's turns are the steps of the run: the innermost one that trains
 
 from __future__ import annotations
 
-import dis
 import linecache
 from array import array
 from collections import Counter, defaultdict
@@ -62,22 +61,11 @@ LoopKey = tuple[int, int]
 """A loop by its code, as looks number it, and its first line."""
 
 
-class LoopSite(NamedTuple):
-    """A loop as another process knows it, too."""
-
-    file: str
-    function: str
-    begins: int
-    """The function's first line."""
-    line: int
-
-
 class BusyLoop(NamedTuple):
     """A loop that could be looked at closely: the jumps that end its turns, and what is known of it so far."""
 
     jumps: frozenset[tuple[int, int]]
     """None before Python 3.12: then it cannot be followed."""
-    site: LoopSite
     place: str
     """As the tree calls it."""
     time: int
@@ -113,10 +101,8 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
             return own
         time, busy = int(tree.time_of[own].sum()), tree._busy(own)
         waits = time if busy == NONE else max(0, time - busy)
-        code = looks.codes[node.code]
-        site = LoopSite(code.co_filename, code.co_name, code.co_firstlineno, node.loop.first)
         name = loop_name(tree.place_of(node), tree.function_of(node))
-        found.append(BusyLoop(jumps, site, name, time, waits, ends, nest, tree._begun_anew(node, above)))
+        found.append(BusyLoop(jumps, name, time, waits, ends, nest, tree._begun_anew(node, above)))
         return []
 
     root = tree.placed()
@@ -126,29 +112,6 @@ def innermost_loops(looks: Looks, busy_until: BusyUntil | None, sources: SourceL
 
 Jumps = frozenset[tuple[int, int]]
 """Of a code, by number, and of the instruction that turns begin at."""
-
-
-def jumps_of(site: LoopSite, looks: Looks, sources: SourceLoops) -> tuple[Jumps, Jumps]:
-    """Those that end turns of this loop, and of the ones around it in its function, also before any was seen; none
-    where no look has met that function."""
-    codes = enumerate(list(looks.codes))
-    own = [one for one in codes if (one[1].co_filename, one[1].co_name, one[1].co_firstlineno) == site[:3]]
-    found: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}
-    for number, code in own:
-        for jump in dis.get_instructions(code):
-            loop = sources.of_jump(code, jump.argval) if jump.opname.startswith("JUMP_BACKWARD") else None
-            if loop and loop.first <= site.line <= loop.last:
-                found[loop.first == site.line].add((number, jump.argval))
-    return frozenset(found[True]), frozenset(found[False])
-
-
-def turns_at(site: LoopSite, looks: Looks, sources: SourceLoops) -> Ints:
-    """What turns of this loop took in the whole run, where they follow another one."""
-    own, around = jumps_of(site, looks, sources)
-    ends = _in_order(looks.turns[jump] for jump in own & looks.turns.keys())
-    entered = [looks.entries[code] for code in {code for code, _ in own} & looks.entries.keys()]
-    anew = _in_order([*entered, *(looks.turns[jump] for jump in around & looks.turns.keys())])
-    return np.diff(ends)[follows(ends, anew)]
 
 
 def _in_order(times: Iterable[array[int]]) -> Ints:
@@ -610,19 +573,6 @@ def loop_that_trains(marks: Mapping[Nest, int], passes: Mapping[Nest, int], turn
 
 def _held(passes: Mapping[Nest, int], loop: Nest) -> int:
     return sum(count for nest, count in passes.items() if nest[: len(loop)] == loop)
-
-
-def loop_of_steps(marks: Ints, around: Sequence[LoopKey], loops: Sequence[BusyLoop]) -> BusyLoop | None:
-    """The innermost of the loops around a mark, where it turns once from mark to mark as long as it turns; else the
-    next one that always does. Where a loop around it does, too, it is that one: what it does beside is part of a step;
-    as one that asks a generator for what its loops make, one in the other. Only of loops whose turns were counted."""
-    known = {one.nest[-1]: one for one in loops if one.jumps}
-    found: BusyLoop | None = None
-    for number, loop in enumerate(loop for loop in reversed(around) if loop in known):
-        turns = np.diff(np.searchsorted(known[loop].ends, marks))
-        if turns.any() and quantile(turns if number else turns[turns > 0]) == 1:
-            found = known[loop]
-    return found
 
 
 def loops_beside(trains: BusyLoop, loops: Sequence[BusyLoop]) -> Iterator[BusyLoop]:

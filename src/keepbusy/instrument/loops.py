@@ -1,8 +1,7 @@
-"""Where a running program is, and the turns of its loops: a thread that looks now and then, and counters on what stays.
+"""Where a running program is, and the turns of its loops: a thread that looks now and then, and counters.
 
-A frame that is still there some looks later holds a loop, in the user's file or in a trainer's. From then on
-`sys.monitoring` (Python 3.12) counts its backward jumps, each of which is a turn, and how often its code is entered.
-Neither can be measured in the program's own time (benchmarks/record_overhead.py).
+Looks come often where something new stays, and ever more rarely later. Turns and entries of chosen codes are counted by
+`sys.monitoring` (Python 3.12).
 """
 
 from __future__ import annotations
@@ -30,9 +29,11 @@ from keepbusy.instrument.lines import (
 from keepbusy.instrument.processes import UnseenThread, processor_times
 from keepbusy.timeline.model import NONE
 
-LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 1_000, 1.02
+LOOK_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 2_000, 1.02
 """From look to look, at first and where something new stays; later more and more rarely, until it is so many times as
 long as a look takes. The program waits for each, and for the interpreter to go back and forth: three times as long."""
+BESIDE_EVERY = 8
+"""Looks to one look at the program's other threads, which takes three times as long."""
 KEPT_LOOKS = 200_000
 """Of a longer run every other look goes, and from then on they come half as often."""
 LOOKS_IN_ONE_FRAME = 3
@@ -49,7 +50,6 @@ DEEPEST = 64
 """Frames of a chain, from the outside in."""
 THINKS_AT_MOST = 10.0
 """Seconds, until the looking thread is not waited for any longer."""
-COUNTS_TURNS = sys.version_info >= (3, 12)
 IMPORTING = -1
 
 
@@ -85,7 +85,7 @@ class Looks:
     entries: dict[int, array[int]] = field(default_factory=dict)
     """When a code was entered, from when on it was counted; of those that were ever counted."""
     passes: dict[Line, array[int]] = field(default_factory=dict)
-    """Before Python 3.12: when a line of a frame that stays was passed at which a step ended or a batch came."""
+    """Where turns are not counted: when a line was passed at which a step ended or a batch came."""
     unsure: frozenset[Line] = frozenset()
     """Loops of which turns may have passed unseen, by code and first line: where they turned is told, not how often."""
     holders: frozenset[int] = frozenset()
@@ -115,10 +115,6 @@ class Looks:
         return self.kinds[line.code] == USER
 
 
-def _known(*_: object) -> None:
-    """Stands in a frame's `f_trace`."""
-
-
 class LoopWatch:
     """Looks at one thread, and counts the turns of what stays there. Nothing of it runs in the program's own thread,
     but for the callbacks of `sys.monitoring`."""
@@ -127,7 +123,6 @@ class LoopWatch:
         self,
         clock: Callable[[], int] = time.perf_counter_ns,
         frame: Callable[[], FrameType | None] | None = None,
-        counts_turns: bool = COUNTS_TURNS,
     ) -> None:
         """Of the thread that makes it, or of wherever `frame` finds."""
         self.looks = Looks(began=clock())
@@ -135,7 +130,7 @@ class LoopWatch:
         self.meanwhile: Callable[[], object] | None = None
         """Called in the looking thread after each look."""
         self._clock = clock
-        self._ident = thread = threading.get_ident()
+        thread = threading.get_ident()
         self._native = threading.get_native_id() if frame is None else NONE
         self._given: dict[int, int] = {}  # of each thread, by its native number, what the processors gave it so far
         self._frame = frame or (lambda: sys._current_frames().get(thread))
@@ -150,51 +145,6 @@ class LoopWatch:
         )  # free once nothing is to be looked at any more; cheaper to wait for than an event
         self._stop.acquire()
         self._thread: UnseenThread | None = None
-        self._counters = TurnCounters(self.looks, clock) if counts_turns else None
-
-    def follow(self, loops: frozenset[tuple[int, int]], on_turn: Callable[[], object] | None) -> None:
-        """`on_turn` is called in the program's own thread at each turn of these, which may be one loop's."""
-        if self._counters is not None:
-            self._counters.followed, self._counters.on_turn = loops, on_turn
-            for code in {code for code, _ in loops}:
-                self._counters.count(code, self.looks.codes[code])
-
-    def count_turns(self, counts: bool) -> None:
-        """While they are not, the program pays nothing for its turns; from the start they are."""
-        if self._counters is not None:
-            self._counters.switch(counts)
-
-    def at_next_line(self, act: Callable[[], object]) -> None:
-        """`act` is called once in the program's own thread, where the next of its lines begins."""
-        if self._counters is not None and self.here:
-            users = [self.looks.codes[line.code] for line in self.here if self.looks.is_users(line)]
-            self._counters.at_next_line(users, act, self._ident)
-
-    @property
-    def here(self) -> tuple[Line, ...]:
-        """Where the last look found the program, from the outside in."""
-        chains = self.looks.chains
-        return self.looks.known_chains[chains[-1]] if chains else ()
-
-    def passed(self, frame: FrameType | None) -> None:
-        """In the program's own thread, where turns cannot be counted: a step ended here, or a batch came.
-
-        It is a turn of the loop around each frame that stays, from the inside out, as long as what that one has called
-        is another call than the last time. A call is known by `f_trace`, which nobody reads where nobody traces.
-        """
-        called: FrameType | None = None
-        while frame is not None and self._counters is None:
-            code = self._numbers.get(id(frame.f_code))
-            if code is not None and self.looks.longest_stay.get(code, 0) >= LOOKS_WITHOUT_COUNTS:
-                if called is not None and called.f_trace is _known:
-                    return
-                times = self.looks.passes.setdefault(Line(code, frame.f_lineno or 0), array("q"))
-                if len(times) < KEPT_TURNS:
-                    times.append(self._clock())
-                if called is None or sys.gettrace() is not None:
-                    return
-                called.f_trace = _known
-            called, frame = frame, frame.f_back
 
     def begin(self) -> None:
         if self._native != NONE:
@@ -205,8 +155,6 @@ class LoopWatch:
         self._let_go()
         if self._thread is not None:
             self._thread.join(THINKS_AT_MOST)  # Python ends a process whose threads go on into its own end
-        if self._counters is not None:
-            self._counters.end()
         if self._native in self._given:
             self.looks.ran = self._given_to(self._native)
         self.looks.ended = self._clock()
@@ -215,8 +163,6 @@ class LoopWatch:
         """In a child that was forked: what is counted here is the parent's."""
         self._let_go()
         self._thread = None
-        if self._counters is not None:
-            self._counters.end()
 
     def _let_go(self) -> None:
         if self._stop.locked():
@@ -265,7 +211,7 @@ class LoopWatch:
                     stays[held] = line.code, last[1] + 1 if last is not None and last[0] == line.code else 1
         self._last = stays
         self._note(now if due is None else due, tuple(chain[: -DEEPEST - 1 : -1]), stays)
-        if self._native != NONE:
+        if self._native != NONE and len(self.looks.times) % BESIDE_EVERY == 1:
             self._look_beside()
 
     def _stack(self) -> tuple[int, list[tuple[int, CodeType, tuple[int, int], int]]]:
@@ -303,7 +249,7 @@ class LoopWatch:
         return self.looks.kinds[self._number_of(code)]
 
     def _note(self, now: int, chain: tuple[Line, ...], stays: Mapping[int, tuple[int, int]]) -> None:
-        looks, counters = self.looks, self._counters
+        looks = self.looks
         looks.times.append(now)
         looks.chains.append(self._number_of_chain(chain))
         for code, count in stays.values():
@@ -311,8 +257,6 @@ class LoopWatch:
                 looks.longest_stay[code] = count
                 if count == LOOKS_IN_ONE_FRAME:
                     self._pace = self._every
-            if count == LOOKS_IN_ONE_FRAME and counters is not None:
-                counters.count(code, looks.codes[code])
         if len(looks.times) > KEPT_LOOKS:
             del looks.times[1::2]
             del looks.chains[1::2]
@@ -397,45 +341,15 @@ class TurnCounters:
     ) -> None:
         self._looks, self._clock = looks, clock
         self._turns_a_second, self._in_a_row = turns_a_second, in_a_row
-        self._monitor = Monitor(JUMP=self._jumped, PY_START=self._entered, LINE=self._line)
+        self._monitor = Monitor(JUMP=self._jumped, PY_START=self._entered)
         self._counted: dict[int, tuple[int, CodeType]] = {}  # by identity
-        self._is_on = True
-        self.followed: frozenset[tuple[int, int]] = frozenset()
-        self.on_turn: Callable[[], object] | None = None
-        self._awaited: tuple[list[CodeType], Callable[[], object], int] | None = None
 
     def count(self, number: int, code: CodeType) -> None:
         if id(code) in self._counted or not self._monitor.begin():
             return
         self._counted[id(code)] = number, code
         self._looks.entries[number] = array("q")
-        self._monitor.watch(code, self._events_of(code))
-
-    def switch(self, on: bool) -> None:
-        self._is_on = on
-        for _, code in list(self._counted.values()):
-            self._monitor.watch(code, self._events_of(code))
-
-    def _events_of(self, code: CodeType) -> int:
-        number, _ = self._counted.get(id(code), (None, code))
-        if number is None or number in self._looks.fleeting or not self._is_on:
-            return 0
-        return int(self._monitor.events.JUMP | self._monitor.events.PY_START)
-
-    def at_next_line(self, codes: list[CodeType], act: Callable[[], object], thread: int) -> None:
-        if self._awaited is None and self._monitor.begin():
-            self._awaited = codes, act, thread
-            for code in codes:
-                self._monitor.watch(code, self._events_of(code) | self._monitor.events.LINE)
-
-    def _line(self, _: CodeType, __: int) -> None:
-        if self._awaited is None or threading.get_ident() != self._awaited[2]:
-            return
-        codes, act, _thread = self._awaited
-        self._awaited = None
-        for code in codes:
-            self._monitor.watch(code, self._events_of(code))
-        act()
+        self._monitor.watch(code, int(self._monitor.events.JUMP | self._monitor.events.PY_START))
 
     def _jumped(self, code: CodeType, source: int, target: int) -> Any:
         if target > source:
@@ -452,8 +366,6 @@ class TurnCounters:
         ):
             self._looks.uncounted.add(loop)
             return self._monitor.disabled
-        if self.on_turn is not None and loop in self.followed:
-            self.on_turn()
         return None
 
     def _entered(self, code: CodeType, _: int) -> Any:
@@ -468,5 +380,4 @@ class TurnCounters:
         return self._monitor.disabled if len(entries) >= KEPT_TURNS else None
 
     def end(self) -> None:
-        self._awaited = None
         self._monitor.end()

@@ -83,6 +83,11 @@ class RunLoops:
             self._counters.count(number, code)
             self._begun_uncounted |= {(number, target) for target in self._early.of(code)}
 
+    def of_other_threads(self, beside: Iterable[tuple[CodeType, int, int]], ran: int) -> None:
+        """What the processors gave to them, by line, and to the program's own thread."""
+        self._looks.beside = {Line(self._number_of(code), line): time for code, line, time in beside}
+        self._looks.ran = ran
+
     def end(self) -> None:
         for one in (self._counters, self._early):
             if one is not None:

@@ -17,6 +17,7 @@ from keepbusy.report import verdict
 from keepbusy.report.page import render as render_page
 from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.steps import without_first_steps
 
 _PAGE = "keepbusy.html"
 
@@ -120,7 +121,7 @@ class WatchedTraining:
         self._is_on = False
         page = Path(folder) / _PAGE
         try:
-            self.diagnosis = keepbusy.explain(_steady(self._timeline()))
+            self.diagnosis = keepbusy.explain(without_first_steps(self._timeline()))
             page.parent.mkdir(parents=True, exist_ok=True)
             write_whole(page, _page_of(self.diagnosis))
         except Exception as error:
@@ -142,19 +143,10 @@ class WatchedTraining:
         machine = _machine()
         if machine is None:
             self._session.__exit__(None, None, None)
-            timeline: Timeline = self._session.timeline
-            return timeline.change_facts(source=source)
+            recorded: Timeline = self._session.whole
+            return recorded.change_facts(source=source)
         whole: Timeline = machine.clock.timeline(**machine.facts(), source=source)
         return whole
-
-
-def _steady(timeline: Timeline) -> Timeline:
-    """A virtual run begins with the program; a recording does not."""
-    if not timeline.facts.virtual:
-        return timeline
-    from keepbusy.timeline.steps import without_first_steps
-
-    return without_first_steps(timeline)
 
 
 def _machine() -> Any:

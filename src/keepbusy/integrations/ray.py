@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,8 @@ from keepbusy.integrations import WatchedTraining
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
+from keepbusy.timeline.ranks import merge
+from keepbusy.timeline.steps import without_first_steps
 from keepbusy.traces.trace_file import tried
 
 
@@ -55,7 +57,7 @@ class RayRecording:
         why = [f"Rank {rank} is missing from this report: {one}" for rank, one in left.items() if isinstance(one, str)]
         if not seen:
             raise BadInput(why[0] if why else "no worker of this training has come to its end yet.")
-        whole = _together([one for one in seen if len(one)] or seen[:1])
+        whole = without_first_steps(merge([one for one in seen if len(one)] or seen[:1]))
         source = Path(inspect.getfile(self._train_loop)).name
         return whole.change_facts(source=source, sources=(), notes=(*whole.facts.notes, *why))
 
@@ -77,17 +79,6 @@ class KeptRanks:
 
     def left(self) -> dict[int, bytes | str]:
         return self._left
-
-
-def _together(timelines: Sequence[Timeline]) -> Timeline:
-    if not timelines[0].facts.virtual:
-        from keepbusy.recording.recorded_run import together
-
-        return together(timelines)
-    from keepbusy.timeline.ranks import merge
-    from keepbusy.timeline.steps import without_first_steps
-
-    return without_first_steps(merge(timelines))
 
 
 # A cluster without GPUs: ray.init(num_gpus=4), ScalingConfig(use_gpu=True), and these

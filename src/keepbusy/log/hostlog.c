@@ -3,7 +3,9 @@
    How it gets in. Libraries find the driver's functions with dlsym, cuGetProcAddress, or as symbols that the linker
    resolves. `hostlog_start` goes through the tables of symbols of all loaded libraries and puts its own dlsym,
    cuGetProcAddress, driver and NCCL functions there. A library that is loaded later is treated when somebody asks dlsym
-   for one of its functions. The program needs no variable in its environment, and its children inherit nothing.
+   for one of its functions. Where the driver was in use before, libraries keep its functions in tables of their own:
+   these are looked for in their data. The program needs no variable in its environment, and its children inherit
+   nothing.
 
    What is written. The file `rows` holds rows of 32 bytes, in chunks; a chunk belongs to one thread, which writes there
    without a lock. The file `names` holds a line of JSON for each thing that rows refer to by number: what was called,
@@ -230,6 +232,38 @@ static u32 add_number(struct table *table, u64 hash, u32 slot) {
 static struct table calls, stacks, streams, code_objects;
 static atomic_uint kernels_unloaded, code_destroyed; /* an address from before may mean something else now */
 
+/* Of each thread, within one line of the processor's cache: between two calls of the driver the program fills it. */
+static THREAD_LOCAL struct thread {
+    struct row *next, *end; /* where its rows go */
+    void *context;          /* the driver's */
+    const void *stream, *context_of_stream; /* of the last row; what number it has */
+    u16 stream_number;
+    u8 number; /* of the thread; 0: it has made no row */
+    struct recent *recent; /* of calls and stacks that it has asked for lately, their numbers */
+} this_thread __attribute__((aligned(64)));
+
+/* Close together: the tables are large, and between two calls of the driver the program fills the caches. */
+#define RECENT 512u
+struct recent {
+    u64 hash;
+    u32 number;
+};
+
+static struct recent *recent(u64 hash) {
+    return &this_thread.recent[hash & (RECENT - 1)];
+}
+
+/* 0: ask the table, and remember what it says. */
+static u32 known_lately(u64 hash) {
+    return this_thread.recent && recent(hash)->hash == hash ? recent(hash)->number : 0;
+}
+
+static u32 remembered(u64 hash, u32 number) {
+    if (this_thread.recent)
+        *recent(hash) = (struct recent){hash, number};
+    return number;
+}
+
 /* ---- Python stacks ----------------------------------------------------------------------------------------------- */
 
 /* Where CPython of this version keeps what is read here; Python fills it in, and tries it before it is used. */
@@ -305,14 +339,17 @@ static void add_frames(struct text *text, const char *frame) {
 static u64 stack_hash(void) {
     const char *frame = first_frame();
     u64 hash = frame ? hash_of_frames(frame) : 0;
-    __builtin_prefetch(&stacks.slots[(u32)hash & (stacks.size - 1)]);
+    if (this_thread.recent)
+        __builtin_prefetch(recent(hash));
     return hash;
 }
 
 static u32 stack_number(u64 hash) {
-    u32 slot, number = hash ? known(&stacks, hash, &slot) : 0;
+    u32 slot, number = hash ? known_lately(hash) : 0;
     if (number || !hash)
         return number;
+    if ((number = known(&stacks, hash, &slot)))
+        return remembered(hash, number);
     pthread_mutex_lock(&lock);
     number = known(&stacks, hash, &slot);
     if (!number && (number = add_number(&stacks, hash, slot))) {
@@ -356,9 +393,11 @@ static u32 call_number(enum kind kind, const void *function, const struct shape 
         hash = mix(hash, shape->block[0] | (u64)shape->block[1] << 20 | (u64)shape->block[2] << 40);
     }
     hash = finished(hash);
-    u32 slot, number = known(&calls, hash, &slot);
+    u32 slot, number = known_lately(hash);
     if (number)
         return number;
+    if ((number = known(&calls, hash, &slot)))
+        return remembered(hash, number);
     const char *name = NULL;
     if (kind == KIND_launch && (!name_of_function || name_of_function(&name, (void *)(uintptr_t)function)) &&
         (!name_of_kernel || name_of_kernel(&name, (void *)(uintptr_t)function)))
@@ -386,17 +425,12 @@ static u32 call_number(enum kind kind, const void *function, const struct shape 
     return number;
 }
 
-/* Of each thread, within one line of the processor's cache: between two calls of the driver the program fills it. */
-static THREAD_LOCAL struct thread {
-    struct row *next, *end; /* where its rows go */
-    void *context;          /* the driver's */
-    const void *stream, *context_of_stream; /* of the last row; what number it has */
-    u16 stream_number;
-    u8 number; /* of the thread; 0: it has made no row */
-} this_thread __attribute__((aligned(64)));
+static result (*ask_context)(void **);
 
 /* `handle` 0 is the default stream: of the context, or of the thread where the caller was compiled for that. */
 static u16 stream_number(const void *handle, bool default_of_thread) {
+    if (!this_thread.context && ask_context)
+        ask_context(&this_thread.context); /* it was set before the log began */
     uintptr_t h = (uintptr_t)handle;
     bool of_thread = h == 2 || (h == 0 && default_of_thread);
     if (h <= 2)
@@ -516,12 +550,15 @@ static void introduce_thread(void) {
         this_thread.next = former->thread.next;
         this_thread.end = former->thread.end;
         this_thread.number = former->thread.number;
+        this_thread.recent = former->thread.recent;
         ended = former->next;
         free(former);
     } else if (threads == 255)
         stop("more than 255 threads called the driver at the same time");
     else
         this_thread.number = (u8)++threads;
+    if (!this_thread.recent)
+        this_thread.recent = calloc(RECENT, sizeof *this_thread.recent);
     if (this_thread.number) {
         struct text text = {0};
         add_format(&text, "{\"thread\":%u,\"id\":%ld,\"since\":%llu}", this_thread.number, syscall(SYS_gettid),
@@ -767,7 +804,6 @@ ONE(cuLibraryLoadData, "", 12000, (void **l, const void *code, void *o, void **v
      (l, code, o, v, n, lo, lv, ln), HOST_ROW(load_code, 0))
 ONE(cuLibraryUnload, "", 12000, (void *l), (l), UNLOADED)
 
-static result (*ask_context)(void **);
 #define CONTEXT_CHANGED                                                                                                \
     if (ask_context && ask_context(&this_thread.context))                                                              \
         this_thread.context = NULL;
@@ -929,6 +965,33 @@ static void replace(const struct object *object, void **slot, void *by) {
         mprotect((void *)(uintptr_t)start, page, PROT_READ);
 }
 
+static struct known_function {
+    u64 real;
+    void *wrapper;
+} known_functions[2 * 128]; /* of a driver that was in use before the log began */
+static u32 known_count;
+static u64 first_known, last_known;
+
+/* One that the driver exports is one that it gives to who asks it. */
+static void know_function(const struct function *function, void *real) {
+    if (!function->wrapper || !real || known_count == sizeof known_functions / sizeof *known_functions)
+        return;
+    known_functions[known_count++] = (struct known_function){(uintptr_t)real, function->wrapper};
+    first_known = first_known && first_known < (uintptr_t)real ? first_known : (uintptr_t)real;
+    last_known = last_known > (uintptr_t)real ? last_known : (uintptr_t)real;
+}
+
+static void treat_tables(const struct object *object, u64 start, u64 size) {
+    for (u64 at = (start + 7) & ~7ull; at + 8 <= start + size; at += 8) {
+        u64 word = *(volatile u64 *)at;
+        if (word - first_known > last_known - first_known)
+            continue;
+        for (u32 i = 0; i < known_count; i++)
+            if (known_functions[i].real == word)
+                replace(object, (void **)at, known_functions[i].wrapper);
+    }
+}
+
 static void treat(const struct object *object, const ElfW(Rela) * relocations, size_t size) {
     for (size_t i = 0; i < size / sizeof *relocations; i++) {
         const ElfW(Rela) *relocation = &relocations[i];
@@ -969,6 +1032,11 @@ static int treat_object(struct dl_phdr_info *info, size_t size, void *data) {
             object.relro_end = object.relro + header->p_memsz;
         }
     }
+    for (int i = 0; i < info->dlpi_phnum && known_count; i++) {
+        const ElfW(Phdr) *header = &info->dlpi_phdr[i];
+        if (header->p_type == PT_LOAD && header->p_flags & PF_W)
+            treat_tables(&object, info->dlpi_addr + header->p_vaddr, header->p_memsz);
+    }
     const ElfW(Rela) *calls_of = NULL, *others = NULL;
     size_t calls_size = 0, others_size = 0, relative = 0;
     for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) {
@@ -992,6 +1060,8 @@ static int treat_object(struct dl_phdr_info *info, size_t size, void *data) {
     return 0;
 }
 
+static bool was_in_use; /* the driver, before the log began */
+
 static int count_loads(struct dl_phdr_info *info, size_t size, void *loads) {
     (void)size;
     *(unsigned long long *)loads = info->dlpi_adds;
@@ -1003,8 +1073,12 @@ static void find_real(const char *library, const char *prefix) {
     if (!handle)
         return;
     FOR_FUNCTIONS(f)
-    if (!strncmp(f->symbol, prefix, strlen(prefix)))
-        wrapped(f, dlsym(handle, f->symbol));
+    if (!strncmp(f->symbol, prefix, strlen(prefix))) {
+        void *real = dlsym(handle, f->symbol);
+        wrapped(f, real);
+        if (was_in_use)
+            know_function(f, real);
+    }
 #define FIND(variable, symbol)                                                                                         \
     if (!variable)                                                                                                     \
     *(void **)&variable = dlsym(handle, symbol)
@@ -1027,6 +1101,8 @@ static void scan(void) {
         find_real("libcuda.so.1", "cu"); /* before: the linker's lock is held while it goes through its objects */
         find_real("libnccl.so.2", "nccl");
         dl_iterate_phdr(treat_object, NULL);
+        was_in_use = false; /* who comes later asks us */
+        known_count = 0;
         __atomic_store_n(&seen_loads, loads, __ATOMIC_RELEASE);
     }
     pthread_mutex_unlock(&scanning);
@@ -1056,8 +1132,7 @@ int hostlog_stack(const struct python_layout *layout, char *into, size_t room) {
 const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, const struct python_layout *layout) {
     if (rows_file >= 0)
         return "it was started before in this process";
-    if (dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD))
-        return "the CUDA driver was loaded before the log began";
+    was_in_use = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
     rows_file = rows;
     names_file = names;
     most_chunks = most_bytes / CHUNK_BYTES;

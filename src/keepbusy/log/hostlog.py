@@ -18,6 +18,9 @@ LIBRARY = SOURCE.with_name("libhostlog.so")
 _COMPILED_WITH = ("-O2", "-std=gnu11", "-shared", "-fPIC")
 MOST_BYTES = 48 << 20
 """Of rows: 1.5 million calls, which are explained in half a minute."""
+_FILES = ("rows", "names")
+_STARTED: list[Path] = []
+"""Where this process began its log."""
 
 
 class PythonLayout(ctypes.Structure):
@@ -68,19 +71,27 @@ def _path() -> Path:
 
 
 def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Begins to log into the files `rows` and `names` of this folder. Returns why it cannot, or an empty string."""
+    """Begins to log into the files `rows` and `names` of this folder. Returns why it cannot, or an empty string.
+
+    A process has one log. Where it was started before, it goes on, and this folder gets the same files.
+    """
     library = _library()
     if library is None:
         return f"{_path()} is missing"
-    files = [
-        os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) for name in ("rows", "names")
-    ]
+    if _STARTED:
+        for name in _FILES:
+            (folder / name).hardlink_to(_STARTED[0] / name)
+        why = stop()
+        pause(False)
+        return why
+    files = [os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) for name in _FILES]
     layout = _layout(library)
     reason = library.hostlog_start(*files, most_bytes, _counter_is_a_clock(), layout and ctypes.byref(layout))
     if reason:
         for file in files:
             os.close(file)
         return reason.decode()
+    _STARTED.append(folder)
     if layout and hasattr(ctypes.pythonapi, "PyCode_AddWatcher"):
         ctypes.pythonapi.PyCode_AddWatcher(library.hostlog_code_event)
     return ""

@@ -1,6 +1,6 @@
 """Several ranks' runs rebuilt together: a collective ends for all of them once the last one has arrived.
 
-Their logs have the same clock, as those of processes on one machine do.
+Those of one machine have the same clock; of others it is known by how much theirs is behind.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepbusy.log.device_commands import collective_of
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import DriverLog
+from keepbusy.log.log_file import DriverLog, collective_of
 from keepbusy.log.rebuild import Meeting, Rebuilder, RebuiltRun
 
 _MOST_ROUNDS = 12
@@ -24,8 +23,11 @@ Place = tuple[int, int]
 """A communicator by its id, and the number of the collective on it."""
 
 
-def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[RebuiltRun]:
+def rebuild_ranks(
+    logs: Sequence[DriverLog], times: Sequence[KernelTimes], clocks_behind: Sequence[int] = ()
+) -> list[RebuiltRun]:
     """Round by round, until collectives hardly move: when one rank arrives depends on when earlier ones ended."""
+    behind = clocks_behind or [0] * len(logs)
     rebuilders = [Rebuilder(log, taught) for log, taught in zip(logs, times, strict=True)]
     places = [_collectives(one) for one in rebuilders]
     wire = dict[Place, float]()
@@ -39,7 +41,7 @@ def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> li
         runs = [
             one.run(
                 {
-                    number: Meeting(wire[place], arrivals[place].of_others(rank) + wire[place])
+                    number: Meeting(wire[place], arrivals[place].of_others(rank) - behind[rank] + wire[place])
                     for number, place in of_rank.items()
                 }
             )
@@ -48,7 +50,7 @@ def rebuild_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> li
         now = defaultdict[Place, _LastArrivals](_LastArrivals)
         for rank, (run, of_rank) in enumerate(zip(runs, places, strict=True)):
             for number, place in of_rank.items():
-                now[place].add(rank, float(run.begin[number]))
+                now[place].add(rank, float(run.begin[number]) + behind[rank])
         moved = sum(abs(one.last - arrivals[place].last) for place, one in now.items())
         arrivals = now
         if moved <= _SETTLED * len(now) or moved > _STILL_SETTLES * before:

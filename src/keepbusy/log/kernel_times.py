@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from keepbusy.log.device_commands import collective_of, device_commands
-from keepbusy.log.log_file import CallFlag, DriverLog
+from keepbusy.log.log_file import CallFlag, DriverLog, collective_of, device_commands, different_rows
 
 Key = tuple[int, int, int]
 """What commands that take equally long have in common: the call, with its grid; of a copy also bytes and pageable, of
@@ -138,9 +137,8 @@ def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[n
     is_launch, collective = log.kinds()[described] == "launch", collective_of(log)[described]
     pageable = (rows["flags"] & CallFlag.PAGEABLE).astype(np.int64)
     sizes = np.where(is_launch, np.where(collective < 0, 0, values[collective]), values[described])
-    table = np.stack([rows["call"].astype(np.int64), sizes, pageable], axis=1)
-    keys, which = np.unique(table, axis=0, return_inverse=True)
-    return [(int(call), int(size), int(flag)) for call, size, flag in keys], which.reshape(-1)
+    keys, which = different_rows(rows["call"], sizes, pageable)
+    return [(call, size, flag) for call, size, flag in keys.tolist()], which
 
 
 def _matched(log: DriverLog, described: NDArray[Any], events: Sequence[DeviceEvent]) -> list[tuple[int, DeviceEvent]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -92,6 +93,11 @@ class KernelWindows:
         if now < self._next_check or self.gave_way or self.has_ended or not uses_gpu():
             return
         self.thread = self.thread or threading.get_native_id()
+        if self.windows and self._profiler is None and self._knows_latest():
+            self._unknown_since = 0
+            self._every = min(_RARELY, self._every * 2)
+            self._next_check = time.perf_counter_ns() + self._every
+            return
         rows = self._new_rows()
         if self._profiler is not None:
             self._since_opened.append(rows)
@@ -104,8 +110,7 @@ class KernelWindows:
     def _look_for_unknown(self, rows: np.ndarray, now: int) -> None:
         if len(rows):
             self._recent = np.concatenate([self._recent, rows])[-_ROWS_KEPT:]
-        unknown = ~np.isin(rows["call"], list(self._known))
-        if len(rows) < _FEW or unknown.mean() < _UNKNOWN_SHARE or len(self.windows) >= _MOST_WINDOWS:
+        if self._are_known(rows["call"]) or len(self.windows) >= _MOST_WINDOWS:
             if len(rows) >= _FEW:
                 self._unknown_since = 0
                 self._every = min(_RARELY, self._every * 2) if self.windows else _FIRST_CHECK
@@ -197,12 +202,25 @@ class KernelWindows:
             self._close()
         return native(*args, **kwargs)
 
+    def _knows_latest(self) -> bool:
+        """The program waits for Python while rows are sorted, so this is asked first."""
+        rows = self._latest_rows()
+        return len(self.windows) >= _MOST_WINDOWS or self._are_known(rows["call"][rows["begin"] > self._last_row])
+
+    def _are_known(self, calls: np.ndarray) -> bool:
+        known = np.zeros(1 + max([int(calls.max(initial=0)), *self._known]), bool)
+        known[[*self._known]] = True
+        return len(calls) < _FEW or bool((~known[calls]).mean() < _UNKNOWN_SHARE)
+
+    def _latest_rows(self) -> np.ndarray:
+        with (self._folder / "rows").open("rb") as file:
+            size = file.seek(0, os.SEEK_END) // ROW.itemsize
+            first = max(0, size - _ROWS_READ) * ROW.itemsize
+            return np.frombuffer(os.pread(file.fileno(), _ROWS_READ * ROW.itemsize, first), ROW)
+
     def _new_rows(self) -> np.ndarray:
         """Since this was asked last, as far as they stand in the latest chunks."""
-        path = self._folder / "rows"
-        size = path.stat().st_size // ROW.itemsize
-        first = max(0, size - _ROWS_READ)
-        rows = np.fromfile(path, ROW, size - first, offset=first * ROW.itemsize)
+        rows = self._latest_rows()
         rows = rows[rows["begin"] > self._last_row]
         rows = rows[np.argsort(rows["begin"], kind="stable")]
         if len(rows):

@@ -1,9 +1,9 @@
-"""What the library wrote: rows of driver calls, and what they refer to by number."""
+"""What the library wrote: rows of driver calls, what they refer to by number, and which commands they issued."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+CLOCK = "clock"
+"""In the folder of a process of another host: nanoseconds by which its clock is behind."""
 ROW = np.dtype(
     [
         *(("begin", "u8"), ("value", "u8"), ("took", "u4"), ("call", "u4"), ("stack", "u4")),
@@ -81,6 +83,10 @@ class DriverLog:
     """`thread`, its `id` for the system, and `since` when the number means it."""
     communicators: list[dict[str, int]] = field(default_factory=list)
 
+    def take(self, kept: NDArray[np.bool_]) -> DriverLog:
+        """With these rows alone."""
+        return replace(self, rows=self.rows[kept], begin=self.begin[kept], took=self.took[kept])
+
     def kinds(self) -> NDArray[np.str_]:
         """Of each row."""
         kinds = np.array(["", *(self.calls[number].kind for number in range(1, len(self.calls) + 1))])
@@ -133,3 +139,97 @@ def _take(log: DriverLog, line: dict[str, Any]) -> None:
             log.threads.append(line)
         case {"communicator": _}:
             log.communicators.append(line)
+
+
+def different_rows(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """The different rows of these columns, in order, and of each row which of them it is. One number stands for a row:
+    to sort rows themselves takes ten times as long."""
+    columns = tuple(column.astype(np.int64) for column in columns)
+    number = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        rank = column - column.min(initial=0)
+        if float(number.max(initial=0) + 1) * float(rank.max(initial=0) + 1) >= 2.0**62:
+            number, rank = (np.unique(one, return_inverse=True)[1].astype(np.int64) for one in (number, rank))
+        number = number * (rank.max(initial=0) + 1) + rank
+    count, which = np.unique(number, return_inverse=True)
+    first = np.zeros(len(count), np.intp)
+    first[which[::-1]] = np.arange(len(number))[::-1]
+    return np.stack([column[first] for column in columns], axis=1), which.reshape(-1)
+
+
+# Commands: what ran on the GPU, also within graphs
+
+COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+COMMANDS = ("launch", "copy_to_gpu", "copy_to_host", "copy_on_gpu", "copy", "set_memory")
+
+
+def device_commands(log: DriverLog) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Two columns of row numbers, in issue order: the call that issued a command, and the call that describes it.
+
+    They differ for graphs: a launch issues all that was called while the graph was captured.
+    """
+    kinds = log.kinds()
+    flags = log.rows["flags"]
+    succeeded = flags & CallFlag.FAILED == 0
+    commands = np.isin(kinds, COMMANDS) & succeeded
+    contents = _graph_contents(log, kinds, commands & (flags & CallFlag.CAPTURED != 0))
+    issued = commands & (flags & CallFlag.CAPTURED == 0)
+    launches = (kinds == "graph_launch") & succeeded & (flags & CallFlag.CAPTURED == 0)
+    counts = issued.astype(np.int64)
+    for row in np.flatnonzero(launches).tolist():
+        counts[row] = len(contents.get(row, ()))
+    issuers = np.repeat(np.arange(len(counts)), counts)
+    described = issuers.copy()
+    for row in np.flatnonzero(launches & (counts > 0)).tolist():
+        begins = np.searchsorted(issuers, row)
+        described[begins : begins + counts[row]] = contents[row]
+    return issuers, described
+
+
+def _graph_contents(log: DriverLog, kinds: NDArray[np.str_], captured: NDArray[np.bool_]) -> dict[int, list[int]]:
+    """Of each row that launches a graph: the rows of its commands."""
+    open_captures: dict[int, list[int]] = {}  # by the stream where it began
+    graphs: dict[int, list[int]] = {}
+    executables: dict[int, list[int]] = {}
+    contents = {}
+    of_interest = captured | np.isin(kinds, ("capture_begin", "capture_end", "graph_create", "graph_launch"))
+    for row in np.flatnonzero(of_interest).tolist():
+        stream, value = int(log.rows["stream"][row]), int(log.rows["value"][row])
+        match kinds[row]:
+            case "capture_begin":
+                open_captures[stream] = []
+            case "capture_end":
+                graphs[value] = open_captures.pop(stream, [])
+            case "graph_create":
+                executables[value] = graphs.get(log.calls[int(log.rows["call"][row])].function, [])
+            case "graph_launch" if not captured[row]:
+                contents[row] = executables.get(value, [])
+            case _ if open_captures:
+                began = stream if stream in open_captures else [*open_captures][-1]  # other streams join a capture
+                open_captures[began].append(row)
+    return contents
+
+
+def collective_of(log: DriverLog) -> NDArray[np.int64]:
+    """Of each row that launches NCCL's kernel, the call of NCCL that did so; -1 for all others.
+
+    The launch lies within the call, or within the end of its group, of which it is the first.
+    """
+    kinds, thread = log.kinds(), log.rows["thread"]
+    found = np.full(len(log.rows), -1, np.int64)
+    ended = log.begin + log.took
+    in_group = dict[int, int]()  # by thread: the first call of its group
+    for row in np.flatnonzero(np.isin(kinds, (*COLLECTIVES, "group_start", "group_end"))).tolist():
+        mine, call = int(thread[row]), row
+        if kinds[row] == "group_start":
+            in_group[mine] = -1
+            continue
+        if kinds[row] == "group_end":
+            call = in_group.pop(mine, -1)
+        elif mine in in_group:
+            in_group[mine] = row if in_group[mine] < 0 else in_group[mine]
+            continue
+        inside = np.arange(row, np.searchsorted(log.begin, ended[row], side="right"))
+        inside = inside[(kinds[inside] == "launch") & (thread[inside] == mine)]
+        found[inside] = call
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keepbusy.instrument.loop_counts import CodeObjects
-from keepbusy.log.device_commands import collective_of
 from keepbusy.log.host_frames import (
     NOWHERE,
     Chains,
@@ -23,7 +23,7 @@ from keepbusy.log.host_frames import (
     with_operators,
 )
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame
+from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, collective_of, different_rows
 from keepbusy.log.profiler_window import CallKey, CallOperators, Operators, call_keys
 from keepbusy.log.rebuild import SYNCS, RebuiltRun
 from keepbusy.timeline.frame_roles import described
@@ -232,11 +232,10 @@ class LogTimeline:
         waiting = np.array([self._chains.waiting_for_backward(one) for one in states], np.int64)
         stack = log.rows["stack"][rows].astype(np.int64)
         stack = np.where(stack == 0, waiting[state], stack)
-        keys = np.array([self._keys[row] for row in rows.tolist()], np.int64).reshape(-1, 3)
-        keys, of_key = np.unique(keys, axis=0, return_inverse=True)
+        keys, of_key = different_rows(*self._keys[rows].T)
         operators = [self._host.operators.of(CallKey(*key)) for key in keys.tolist()]
-        which = np.where(self._is_note[rows], NONE, of_key.reshape(-1))
-        table, of_kind = np.unique(np.stack([stack, state, which], axis=1), axis=0, return_inverse=True)
+        which = np.where(self._is_note[rows], NONE, of_key)
+        table, of_kind = different_rows(stack, state, which)
         lines, chains, shared = list[int](), list[int](), list[int]()
         for number, noted, key in table.tolist():
             around = operators[key] if key != NONE else Operators()
@@ -244,7 +243,6 @@ class LogTimeline:
             chains.append(self._chains.of_call(number, states[noted], around))
             depth = len(self._chains.known[lines[-1]])
             shared.append(depth + around.shared if around.names else depth)
-        of_kind = of_kind.reshape(-1)
         columns = (
             np.array(one, np.int64)[of_kind] if len(rows) else np.zeros(0, np.int64) for one in (lines, chains, shared)
         )
@@ -349,8 +347,8 @@ class LogTimeline:
         state, states = self._noted(rows)
         for event, count in zip(long.tolist(), seen, strict=True):
             kind = (stacks[event - 1], stacks[event]) if event else (NONE, NONE)
-            between = (self._keys[rows[event - 1]], self._keys[rows[event]]) if event else None
-            within = operators.get(between, []) if between else []
+            before, after = self._keys[rows[[max(0, event - 1), event]]].tolist()
+            within = operators.get((CallKey(*before), CallKey(*after)), []) if event else []
             if count < 2 and not within and kind not in looks.of_kind:
                 continue
             start, end = float(events.reached[event]), float(events.begin[event])
@@ -426,6 +424,7 @@ class LogTimeline:
         run, values, kinds = self._run, self._log.rows["value"], self._kinds
         lanes = self._stream_lanes(run.issuers)
         of_lane = {lane: np.flatnonzero(lanes == lane) for lane in self._lanes.values()}
+        issuers = {lane: run.issuers[commands_of].tolist() for lane, commands_of in of_lane.items()}
         events, held = dict[int, int](), defaultdict[int, list[tuple[int, int]]](list)
         orders = list[tuple[int, int]]()
         rows = np.flatnonzero(np.isin(kinds, ("event_record", "event_wait", "event_sync")))
@@ -439,7 +438,7 @@ class LogTimeline:
             in_stream = of_lane.get(lane)
             if in_stream is None:
                 continue
-            before = int(np.searchsorted(run.issuers[in_stream], row))
+            before = bisect_left(issuers[lane], row)
             if kinds[row] == "event_record" and before:
                 events[value] = int(in_stream[before - 1])
             elif kinds[row] == "event_wait" and value in events and before < len(in_stream):

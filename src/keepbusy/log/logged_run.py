@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -16,17 +18,19 @@ from keepbusy.instrument.loop_tree import read_source
 from keepbusy.instrument.run_loops import RunLoops
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import DriverLog, StackFrame, read_log
+from keepbusy.log.log_file import CLOCK, DriverLog, StackFrame, read_log
 from keepbusy.log.log_timeline import HostSide, LogTimeline
+from keepbusy.log.memory_history import memory_use
 from keepbusy.log.profiler_window import CallOperators, learn_from_windows
 from keepbusy.log.program_log import FACTS, LOOKS
 from keepbusy.log.rebuild import RebuiltRun, rebuild
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import STEP_MARKS
-from keepbusy.timeline.model import NONE, Spans, Timeline
+from keepbusy.timeline.model import NONE, Lane, Spans, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import CutShort, LoaderUse, Part, RunFacts
+from keepbusy.timeline.steps import without_first_steps
 
 _LETS_GO, _FEWEST = 2, 8
 """Iterations after a window that are slow, in this rank or in those that wait for it; and how many there are to be
@@ -53,14 +57,14 @@ class LoggedProcess:
         return int(self.facts.get("rank", 0))
 
     @property
+    def clock_behind(self) -> int:
+        """Nanoseconds, where it ran on another host."""
+        return int((self.folder / CLOCK).read_text()) if (self.folder / CLOCK).exists() else 0
+
+    @property
     def has_stopped(self) -> bool:
         """Whether the program went on after its log was full."""
         return bool(self.facts.get("stopped"))
-
-
-def was_logged(folder: Path) -> bool:
-    """Whether any process has left a log there."""
-    return any((one / "rows").exists() for one in folder.iterdir() if one.is_dir())
 
 
 def read_processes(folder: Path) -> list[LoggedProcess]:
@@ -80,6 +84,7 @@ def _process(folder: Path) -> LoggedProcess | None:
     except (OSError, ValueError):
         facts = {}  # it was killed
     log = _without_own_thread(read_log(folder), facts.get("own_thread", 0))
+    log = log.take((log.begin >= facts.get("began", 0)) & (log.begin <= (facts.get("ended") or math.inf)))
     if not (log.kinds() == "launch").any():
         return None
     TEXTS.update(facts.get("texts", {}))
@@ -92,14 +97,25 @@ def _process(folder: Path) -> LoggedProcess | None:
 def _without_own_thread(log: DriverLog, thread: int) -> DriverLog:
     """The thread that looks on calls the driver, too, through the profiler."""
     numbers = [line["thread"] for line in log.threads if line["id"] == thread]
-    kept = ~np.isin(log.rows["thread"], numbers)
-    return replace(log, rows=log.rows[kept], begin=log.begin[kept], took=log.took[kept])
+    return log.take(~np.isin(log.rows["thread"], numbers))
+
+
+def timeline_in(folder: Path, source: str, missing: Sequence[str] = ()) -> Timeline:
+    """Of the run whose processes have left their logs there. `missing`: of which ranks there are none, and why."""
+    processes = read_processes(folder)
+    if not processes:
+        return Timeline((Lane(0, None, 0),), (), Spans.of(0)).change_facts(
+            source=source, logged=True, notes=tuple(missing)
+        )
+    whole = timeline_of_processes(processes, source)
+    return without_first_steps(whole.change_facts(notes=(*whole.facts.notes, *missing)))
 
 
 def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Timeline:
     """All ranks of the run."""
     logs, times = [one.log for one in processes], [one.times for one in processes]
-    runs = rebuild_ranks(logs, times) if len(processes) > 1 else [rebuild(logs[0], times[0])]
+    clocks = [one.clock_behind for one in processes]
+    runs = rebuild_ranks(logs, times, clocks) if len(processes) > 1 else [rebuild(logs[0], times[0])]
     timelines = [_timeline(one, run, source) for one, run in zip(processes, runs, strict=True)]
     whole = merge(timelines) if len(timelines) > 1 else timelines[0]
     if min(run.known for run in runs) < _LEAST_KNOWN:  # when the GPU was idle would be a guess
@@ -142,8 +158,10 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     built = LogTimeline(log, run, process.times, process.rank, known, host)
     timeline = built.timeline(np.array(_steps(log, host), np.int64))
     loops = RunLoops(counted=counted(process.folder, codes, began))
+    loops.of_other_threads(*_other_threads(process.folder, codes))
     announced = any(name.startswith(STEP_MARKS[:2]) for name in host.notes)
     timeline = loops.told(timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames)
+    timeline = timeline.change(memory=memory_use(process.folder, began))
     return _without_windows(timeline, facts.get("windows", ()), began)
 
 
@@ -172,6 +190,16 @@ def _looks(folder: Path) -> tuple[Sequence[int], Sequence[tuple[StackFrame, ...]
         tuple(StackFrame(codes[code][0], line, codes[code][1]) for code, line in chain) for chain in names["chains"]
     ]
     return times, [known[one] for one in chains]
+
+
+def _other_threads(folder: Path, codes: CodeObjects) -> tuple[list[tuple[CodeType, int, int]], int]:
+    """At which lines they were, with what the processors gave them there, and what they gave to the program's own."""
+    if not (folder / LOOKS).exists():
+        return [], NONE
+    with np.load(folder / LOOKS) as left:
+        said = json.loads(left["names"].tobytes())
+    beside = [(said["codes"][code], line, time) for code, line, time in said.get("beside", ())]
+    return [(codes.of(file, name, line), line, time) for (file, name, _), line, time in beside], said.get("ran", NONE)
 
 
 def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:

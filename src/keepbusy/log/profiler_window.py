@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from keepbusy.log.device_commands import device_commands
 from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, device_events, learn
-from keepbusy.log.log_file import DriverLog
+from keepbusy.log.log_file import DriverLog, device_commands
 
 _CLOCKS_DIFFER = 20_000_000
 """Nanoseconds by which the clocks, set beside each other once, may differ."""
@@ -70,15 +69,14 @@ class CallOperators:
         return usual
 
 
-def call_keys(log: DriverLog) -> list[CallKey]:
-    """Of each row."""
-    before = dict[int, int]()
-    keys = []
-    columns = (log.rows[name].tolist() for name in ("stack", "call", "thread"))
-    for stack, call, thread in zip(*columns, strict=True):
-        keys.append(CallKey(stack, call, before.get(thread, 0)))
-        before[thread] = call
-    return keys
+def call_keys(log: DriverLog) -> NDArray[np.int64]:
+    """Of each row, as in `CallKey`."""
+    stack, call, thread = (log.rows[name].astype(np.int64) for name in ("stack", "call", "thread"))
+    before = np.zeros(len(call), np.int64)
+    for number in np.unique(thread).tolist():
+        rows = np.flatnonzero(thread == number)
+        before[rows[1:]] = call[rows[:-1]]
+    return np.stack([stack, call, before], axis=1)
 
 
 def learn_from_windows(
@@ -174,7 +172,7 @@ class _Operator(NamedTuple):
 
 
 def _learn_operators(
-    operators: CallOperators, log: DriverLog, keys: Sequence[CallKey], trace: Sequence[dict[str, Any]], ahead: int
+    operators: CallOperators, log: DriverLog, keys: NDArray[np.int64], trace: Sequence[dict[str, Any]], ahead: int
 ) -> None:
     by_thread = defaultdict[int, list[_Operator]](list)
     for event in trace:
@@ -197,10 +195,11 @@ def _rows_of(log: DriverLog, thread: int) -> NDArray[np.intp]:
 def _learn_of_thread(
     operators: CallOperators,
     log: DriverLog,
-    keys: Sequence[CallKey],
+    keys: NDArray[np.int64],
     found: Sequence[_Operator],
     rows: NDArray[np.intp],
 ) -> None:
+    key_of = {row: CallKey(*key) for row, key in zip(rows.tolist(), keys[rows].tolist(), strict=True)}
     around, chain, at = list[list[int]](), list[int](), 0
     begins, ends = log.begin[rows].tolist(), (log.begin + log.took)[rows].tolist()
     for moment in begins:
@@ -217,12 +216,12 @@ def _learn_of_thread(
         same = [one == other for one, other in zip(around[place], before, strict=False)]
         shared = same.index(False) if False in same else len(same)
         these = Operators(tuple(found[one].name for one in around[place]), shared)
-        operators.around[keys[row]][these] += 1
-        operators.around_any[keys[row][:2]][these] += 1
+        operators.around[key_of[row]][these] += 1
+        operators.around_any[key_of[row][:2]][these] += 1
     calling = {one for chain in around for one in chain}
     starts = [one.begin for one in found]
     for place in range(1, len(rows)):
-        key = keys[rows[place - 1]], keys[rows[place]]
+        key = key_of[int(rows[place - 1])], key_of[int(rows[place])]
         free, until = ends[place - 1], begins[place]
         if 2 * _SHORTEST < until - free < operators.shortest.get(key, math.inf):
             operators.shortest[key] = until - free

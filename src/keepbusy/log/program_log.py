@@ -27,8 +27,8 @@ from keepbusy.instrument.loop_counts import LoopCounts
 from keepbusy.instrument.loops import LoopWatch
 from keepbusy.instrument.patches import Function, Patches, called_plainly, left_alone, when_imported
 from keepbusy.instrument.processes import follow, rank_and_world
-from keepbusy.log import hostlog
-from keepbusy.log.kernel_windows import KernelWindows, in_main_thread
+from keepbusy.log import hostlog, memory_history
+from keepbusy.log.kernel_windows import KernelWindows
 from keepbusy.timeline.files import write_whole
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.run_facts import CutShort, allocator_settings
@@ -39,29 +39,27 @@ BACKWARD_PASS = "backward"
 LEAVES = 0
 """The note that ends what was noted last."""
 _QUIET, _LETS_GO = "99", "TEARDOWN_CUPTI"
-_ALMOST = 2 << 20
-"""Bytes of its log that a program may still fill before somebody else goes on."""
 _WRITES_EVERY = 20_000_000_000
 
 
 class ProgramLog:
     """One process that is logged."""
 
-    def __init__(self, folder: Path, full: Callable[[], object] | None = None) -> None:
-        """`full` is called in the program's own thread, once its log holds no more."""
+    def __init__(self, folder: Path, memory: bool = False) -> None:
+        """`memory`: what takes the GPU's memory is noted, too."""
         self.folder = folder / str(os.getpid())
         self.folder.mkdir(parents=True)
         self._process = os.getpid()
-        self._loops = LoopWatch(counts_turns=False)
+        self._loops = LoopWatch()
         self._counts = LoopCounts(time.perf_counter_ns)
         self._loaders, self._patches = Loaders(), Patches()
         self._windows = KernelWindows(self.folder)
         self._notes = _Notes(self._windows.open_if_wanted)
         self._began = self._loops.looks.began
         self._faults: list[str] = []
-        self._is_going_on = False
+        self.is_going_on = False
         self._write_at = self._began + _WRITES_EVERY
-        self._full, self._going_on = full, full
+        self._notes_memory = memory
 
     def begin(self) -> str:
         """Returns why it cannot, or an empty string."""
@@ -71,7 +69,7 @@ class ProgramLog:
             return f"the stacks of Python {sys.version_info.major}.{sys.version_info.minor} cannot be read"
         if why := hostlog.start(self.folder):
             return why
-        self._is_going_on = True
+        self.is_going_on = True
         os.environ.setdefault(_LETS_GO, "1")  # without it every launch stays slow when the window has closed
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         os.register_at_fork(after_in_child=self._forked)
@@ -89,9 +87,6 @@ class ProgramLog:
         if (was_open and not self._windows.is_open) or now > self._write_at:
             self._write_at = now + _WRITES_EVERY
             self._leave()
-        if self._full is not None and (self.folder / "rows").stat().st_size > hostlog.MOST_BYTES - _ALMOST:
-            self._going_on, self._full = self._full, None  # Python keeps no reference to what is pending
-            in_main_thread(self._going_on)
 
     def _hook_in(self) -> None:
         """Whatever goes wrong here is ours, and no business of the program's."""
@@ -99,6 +94,8 @@ class ProgramLog:
             self._notes.begin()
             self._windows.begin()
             self._loaders.begin()
+            if self._notes_memory:
+                memory_history.begin()
             from torch.utils.data import dataloader
 
             self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._taking_batch)
@@ -118,17 +115,17 @@ class ProgramLog:
     def _forked(self) -> None:
         self._loops.forget()
         self._counts.end()
-        self._is_going_on = False
+        self.is_going_on = False
 
     def end(self, cut_short: CutShort | None = None) -> None:
         """Take everything out again, and leave what there is, with what ended the program before its own end."""
-        if os.getpid() != self._process or not self._is_going_on:
+        if os.getpid() != self._process or not self.is_going_on:
             return
-        self._is_going_on = False
+        self.is_going_on = False
         stopped = hostlog.stop()
         last = (
             *(self._loops.end, self._counts.end, self._windows.end, self._notes.end, self._patches.undo),
-            *(self._loaders.end, self._leave_looks),
+            *(self._loaders.end, self._leave_looks, self._leave_memory),
         )
         for act in last:
             try:
@@ -167,28 +164,40 @@ class ProgramLog:
         codes = [[code.co_filename, code.co_qualname, code.co_firstlineno] for code in looks.codes]
         chains = [[[line.code, line.line] for line in chain] for chain in looks.known_chains]
         count = min(len(looks.times), len(looks.chains))
-        text = np.frombuffer(json.dumps({"codes": codes, "chains": chains}).encode(), np.uint8)
+        beside = [[*line, time] for line, time in looks.beside.items()]
+        said = {"codes": codes, "chains": chains, "beside": beside, "ran": looks.ran}
+        text = np.frombuffer(json.dumps(said).encode(), np.uint8)
         times, numbers = np.array(looks.times[:count], np.int64), np.array(looks.chains[:count], np.int64)
         np.savez(self.folder / LOOKS, times=times, chains=numbers, names=text)
         self._counts.save(self.folder)
 
+    def _leave_memory(self) -> None:
+        if self._notes_memory:
+            memory_history.save(self.folder)
 
-def start(folder: Path, full: Callable[[], object] | None = None) -> tuple[ProgramLog | None, str]:
-    """Log this process, and those it spawns, from now on; or say why that cannot be. `full` is called once the log of
-    this process holds no more."""
-    log = ProgramLog(folder, full)
-    if why := log.begin():
+
+def start(folder: Path, memory: bool = False) -> tuple[ProgramLog | None, str]:
+    """Log this process from now on, or say why that cannot be."""
+    log = ProgramLog(folder, memory)
+    why = log.begin()
+    if why:
         shutil.rmtree(log.folder, ignore_errors=True)
-        return None, why
-    follow(be_child, {"folder": str(folder)})
-    return log, ""
+    return (None, why) if why else (log, "")
 
 
-def be_child(folder: str) -> None:
+def start_all(folder: Path, memory: bool = False) -> tuple[ProgramLog | None, str]:
+    """The same, and those processes that this one spawns."""
+    log, why = start(folder, memory)
+    if log is not None:
+        follow(be_child, {"folder": str(folder), "memory": memory})
+    return log, why
+
+
+def be_child(folder: str, memory: bool) -> None:
     """A process that the program spawned is logged, too."""
     import atexit
 
-    log, _ = start(Path(folder))
+    log, _ = start_all(Path(folder), memory)
     if log is not None:
         atexit.register(log.end)
 

@@ -7,6 +7,7 @@ much: each is predicted from those before it, and then the timeline is made to e
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from keepbusy.log.device_commands import device_commands
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import CallFlag, DriverLog
+from keepbusy.log.log_file import CallFlag, DriverLog, device_commands
 from keepbusy.timeline.model import PENDING_LIMIT, STAGED_BYTES
 
 SYNCS = ("stream_sync", "event_sync", "context_sync")
@@ -211,7 +211,10 @@ class _Rebuilding:
         self._streams = defaultdict[int, _StreamState](_StreamState)
         self._events = dict[int, _EventState]()
         self._factor = 1.0
-        self._chains = np.zeros(len(run.issuers))
+        self._begins, self._ends, self._chain_begins = (array("d", bytes(8 * len(run.issuers))) for _ in range(3))
+        """Of each command. Numbers come and go faster here than in NumPy's arrays, which share the memory."""
+        run.begin, run.end = np.frombuffer(self._begins), np.frombuffer(self._ends)
+        self._chains = np.frombuffer(self._chain_begins)
         """Since when the stream had been at work without a pause, at each command."""
         self._met = list[int]()
         """Meetings of which it is not known yet when they really ended."""
@@ -250,32 +253,33 @@ class _Rebuilding:
     def _event_of(self, stream: _StreamState) -> _EventState:
         """As if one were recorded there now."""
         last = stream.commands[-1] if stream.commands else _NO_COMMAND
-        if last != _NO_COMMAND and self._run.end[last] != stream.busy_until:
+        if last != _NO_COMMAND and self._ends[last] != stream.busy_until:
             last = _NO_COMMAND  # it has waited for another stream since
         return _EventState(last, stream.busy_until, stream.chain_since, stream.has_met)
 
     def _moment(self, event: _EventState) -> float:
-        return float(self._run.end[event.last]) if event.last != _NO_COMMAND else event.moment
+        return self._ends[event.last] if event.last != _NO_COMMAND else event.moment
 
     def _issue(self, stream: _StreamState, commands: range, begin: int) -> None:
         arrived, gap = begin + self._times.launch, self._times.gap
+        meetings, busy_until = self._meetings, stream.busy_until
         for number in commands:
-            start = stream.busy_until + gap
+            start = busy_until + gap
             if arrived > start:
                 start = arrived
                 stream.rests(arrived)
-            meeting = self._meetings.get(number)
-            if meeting is not None:
+            if number in meetings:
+                meeting = meetings[number]
                 self._met.append(number)
-                stream.busy_until = max(start + meeting.wire, meeting.until)
+                busy_until = max(start + meeting.wire, meeting.until)
                 stream.has_met = True
             else:
-                duration = self._durations[number] * (self._factor if self._is_kernel[number] else 1.0)
-                stream.busy_until = start + duration
-            stream.commands.append(number)
-            self._run.begin[number], self._run.end[number] = start, stream.busy_until
-            self._chains[number] = stream.chain_since
+                busy_until = start + self._durations[number] * (self._factor if self._is_kernel[number] else 1.0)
+            self._begins[number], self._ends[number] = start, busy_until
+            self._chain_begins[number] = stream.chain_since
             gap = self._times.gap_in_graph
+        stream.busy_until = busy_until
+        stream.commands.extend(commands)
 
     def _wait(self, row: int, kind: str, event: _EventState) -> None:
         begin, took = int(self._log.begin[row]), int(self._log.took[row])

@@ -35,7 +35,7 @@ from keepbusy.report.words import look, tame
 from keepbusy.timeline.figures import change, count, duration, every, listing, share, span_of, transition, unit_of
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Figures, Part, PlainRun, RareStall, SlowTurns
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, RareStall, SlowTurns
 
 WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""
@@ -610,20 +610,14 @@ _LEAST_LEAD = 100_000
 """Below this the host has no lead."""
 
 
-def live_lines(
-    figures: Figures | None,
-    run: Part | None,
-    diagnosis: Diagnosis | None,
-    now: int,
-    size: tuple[int, int],
-    colour: bool = True,
-) -> list[str]:
-    """The same as the report while it grows: the tree, the first row of the plan, and last how the steps go."""
+def live_lines(diagnosis: Diagnosis | None, size: tuple[int, int], colour: bool = True) -> list[str]:
+    """The same as the report while it grows: the tree, the first row of the plan, and last how the iterations go."""
     width, rows = size
-    last = live_line(figures, diagnosis, now, width, colour)
-    if run is None or width < _ROOM_FOR_A_TREE[0] or rows < _ROOM_FOR_A_TREE[1]:
+    last = live_line(diagnosis, width, colour)
+    run = diagnosis.run if diagnosis is not None else None
+    if diagnosis is None or run is None or width < _ROOM_FOR_A_TREE[0] or rows < _ROOM_FOR_A_TREE[1]:
         return [last]
-    plan = [_first_fix(diagnosis)] if diagnosis is not None and diagnosis.plan else []
+    plan = [_first_fix(diagnosis)] if diagnosis.plan else []
     said = [*_loops_so_far(run, min(_MOST_LINES, rows // _ROWS_A_LINE) - 1 - len(plan)), *plan]
     for text in said:
         text.truncate(width - 1, overflow="ellipsis")
@@ -659,12 +653,9 @@ def _first_fix(diagnosis: Diagnosis) -> Text:
     return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} per iteration")
 
 
-def live_line(figures: Figures | None, diagnosis: Diagnosis | None, now: int, width: int, colour: bool = True) -> str:
-    """What there is to say: the step, the lead, and once the window has been explained, the rest.
-
-    On a narrow terminal it is said with less: the worst line is what it is all about, and goes last.
-    """
-    said = _step_so_far(figures, now) + _worst_line(diagnosis)
+def live_line(diagnosis: Diagnosis | None, width: int, colour: bool = True) -> str:
+    """The iteration, how busy the GPU is, and the worst line, which goes last on a narrow terminal."""
+    said = [_Said("none", "recording")] if diagnosis is None else [*_iteration(diagnosis), *_worst_line(diagnosis)]
     for dropped in _DROPPED:
         text = _assembled([part for part in said if part.name not in dropped])
         if text.cell_len < width:
@@ -679,7 +670,7 @@ class _Said(NamedTuple):
     style: str = ""
 
 
-_ORDER = ("spread", "computes", "lead", "step")
+_ORDER = ("computes", "time")
 _DROPPED = [set(_ORDER[:count]) for count in range(len(_ORDER) + 1)]
 """What is left out where there is no room: nothing, then more and more."""
 
@@ -691,30 +682,15 @@ def _assembled(parts: list[_Said]) -> Text:
     return text
 
 
-def _step_so_far(figures: Figures | None, now: int) -> list[_Said]:
-    if figures is None or not figures.step:
-        return [_Said("none", "no steps yet")]
-    steps, passed = _Said("step", f"step {figures.steps}"), now - figures.ended
-    if figures.limit and passed > max(figures.limit, 10**9):
-        late = f"the next step takes {duration(passed)} so far, instead of {duration(figures.step)}"
-        return [steps, _Said("late", late)]
-    spread = span_of(figures.low, figures.high, figures.step)
-    return [steps, _Said("time", duration(figures.step)), _Said("spread", f"({spread})"), *_lead_now(figures.lead)]
+def _iteration(diagnosis: Diagnosis) -> list[_Said]:
+    return [_Said("time", f"{duration(diagnosis.plain_step)} per iteration")] if diagnosis.plain_step else []
 
 
-def _lead_now(lead: int) -> list[_Said]:
-    if lead == NONE:
-        return []
-    return [_Said("lead", f"lead {duration(lead)}" if lead >= _LEAST_LEAD else "no lead")]
-
-
-def _worst_line(diagnosis: Diagnosis | None) -> list[_Said]:
-    if diagnosis is None:
-        return []
+def _worst_line(diagnosis: Diagnosis) -> list[_Said]:
     computes = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
     parts = [_Said("computes", f"GPU computes {computes}", FAINT)]
     for cause in diagnosis.causes[:1]:
         where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
         wait = duration(cause.wait, diagnosis.plain_step)
-        parts.append(_Said("worst", f"{look(cause.cause).name} {words.spot(where, 30)}: {wait} per step", STRONG))
+        parts.append(_Said("worst", f"{look(cause.cause).name} {words.spot(where, 30)}: {wait} per iteration", STRONG))
     return parts

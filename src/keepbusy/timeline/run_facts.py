@@ -6,12 +6,10 @@ Plain data. Times are nanoseconds, of wall-clock time where nothing else is said
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from keepbusy.timeline.files import typed
 
@@ -256,14 +254,6 @@ class PlainRun:
     course: Course = Course()
     fault: str = ""  # why marks ended before the run did
 
-    @classmethod
-    def of_fact(cls, fact: object) -> PlainRun | None:
-        """From JSON; none for whatever else stands there."""
-        try:
-            return typed(cls, fact)
-        except ValueError:
-            return None
-
 
 @dataclass(frozen=True)
 class Part:
@@ -465,39 +455,3 @@ def _waited(turns: list[float], prepares: float, workers: int, ahead: int) -> fl
         took.append(now)
         now += turn
     return waited
-
-
-_FORM = struct.Struct("<8s7q")
-_MAGIC = b"busylive"
-
-
-class Figures(NamedTuple):
-    """How a running program is doing: of its last steps. The last two are on the machine's steady clock."""
-
-    steps: int  # so far
-    step: int  # the median
-    low: int
-    high: int
-    lead: int = NONE  # of the host, where the device is known
-    ended: int = 0  # when the last step did
-    limit: int = 0  # a step is overdue when it takes longer; 0 where nobody knows
-
-
-class FiguresFile:
-    """One small file that always holds the latest, for whoever looks on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, figures: Figures) -> None:
-        """A single write of a few bytes, so that no reader finds half of them."""
-        with self._path.open("r+b" if self._path.exists() else "wb", buffering=0) as file:
-            file.write(_FORM.pack(_MAGIC, *figures))
-
-    def read(self) -> Figures | None:
-        """None before there are any."""
-        try:
-            magic, *figures = _FORM.unpack(self._path.read_bytes())
-        except (OSError, struct.error):
-            return None
-        return Figures(*figures) if magic == _MAGIC else None

@@ -1,0 +1,72 @@
+"""What PyTorch's allocator gives and takes back while a program is logged: its own memory history, kept as columns."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepbusy.timeline.model import MemoryUse
+
+HISTORY = "memory.npz"
+"""In the folder of a process."""
+_KEPT = 200_000
+"""Of more events, the latest."""
+_ALLOCATED = {"alloc": 1, "free_completed": -1}
+_RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+def begin() -> None:
+    """Once PyTorch is imported. The allocator is there when the program uses its GPU for the first time."""
+    import torch
+
+    torch.cuda._lazy_call(lambda: torch.cuda.memory._record_memory_history(context=None, max_entries=_KEPT))
+
+
+def save(folder: Path) -> None:
+    """In the program's process, at its end."""
+    cuda: Any = sys.modules.get("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
+        return
+    device, now = cuda.current_device(), {"wall": time.time_ns(), "clock": time.perf_counter_ns()}
+    events = cuda.memory._snapshot()["device_traces"][device]
+    cuda.memory._record_memory_history(enabled=None)
+    columns = columns_of(events, cuda.memory_allocated(), cuda.memory_reserved(), now["clock"] - now["wall"])
+    np.savez(folder / HISTORY, **columns)
+
+
+def columns_of(events: Iterable[Mapping[str, Any]], allocated: int, reserved: int, ahead: int) -> dict[str, Any]:
+    """`allocated`, `reserved`: at the end. `ahead`: the log's clock, of the system's."""
+    events = [one for one in events if one["action"] in _ALLOCATED or one["action"] in _RESERVED]
+    sizes = {
+        name: np.array([signs.get(one["action"], 0) * one["size"] for one in events], np.int64)
+        for name, signs in (("allocated", _ALLOCATED), ("reserved", _RESERVED))
+    }
+    held = {
+        name: last - sizes[name].sum() + np.cumsum(sizes[name])
+        for name, last in (("allocated", allocated), ("reserved", reserved))
+    }
+    of_tensors = sizes["allocated"] != 0
+    columns = {
+        "time": np.array([1000 * one["time_us"] + ahead for one in events], np.int64),
+        "block": np.array([one["addr"] for one in events], np.int64),
+        "size": sizes["allocated"],
+        **held,
+    }
+    return {name: values[of_tensors] for name, values in columns.items()}
+
+
+def memory_use(folder: Path, began: int) -> MemoryUse:
+    """What the process has left, in the time of its timeline."""
+    if not (folder / HISTORY).exists():
+        return MemoryUse.of(0)
+    with np.load(folder / HISTORY) as left:
+        columns = dict(left)
+    columns["time"] = columns["time"] - began
+    kept = columns["time"] >= 0
+    columns = {name: values[kept] for name, values in columns.items()}
+    return MemoryUse.of(len(columns["time"]), lane=0, device=0, **columns)
