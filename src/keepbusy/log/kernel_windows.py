@@ -16,7 +16,7 @@ import numpy as np
 
 from keepbusy.instrument.lines import outwards
 from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.processes import uses_gpu
+from keepbusy.instrument.processes import deaf_to_signals, uses_gpu
 from keepbusy.log.log_file import ROW
 from keepbusy.timeline.steps import repetition
 
@@ -162,7 +162,8 @@ class KernelWindows:
                 self._profiler = profiler.profile(
                     use_cpu=True, use_device="cuda", use_kineto=True, experimental_config=_in_all_threads()
                 )
-                self._profiler.__enter__()
+                with deaf_to_signals():  # the profiler's threads: the program's signals are for its own
+                    self._profiler.__enter__()
             except Exception:
                 self._profiler, self.has_ended = None, True  # it would fail again
                 raise

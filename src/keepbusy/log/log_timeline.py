@@ -345,10 +345,10 @@ class LogTimeline:
         long = np.flatnonzero(events.begin - events.reached >= _LONG_GAP)
         seen = looks.count(events.reached[long].astype(np.int64), events.begin[long].astype(np.int64)).tolist()
         state, states = self._noted(rows)
-        for event, count in zip(long.tolist(), seen, strict=True):
+        before, after = (self._keys[rows[events_of]].tolist() for events_of in (np.maximum(long - 1, 0), long))
+        for event, count, key, its in zip(long.tolist(), seen, before, after, strict=True):
             kind = (stacks[event - 1], stacks[event]) if event else (NONE, NONE)
-            before, after = self._keys[rows[[max(0, event - 1), event]]].tolist()
-            within = operators.get((CallKey(*before), CallKey(*after)), []) if event else []
+            within = operators.get((CallKey(*key), CallKey(*its)), []) if event else []
             if count < 2 and not within and kind not in looks.of_kind:
                 continue
             start, end = float(events.reached[event]), float(events.begin[event])

@@ -56,8 +56,6 @@ CATEGORIES = {
     "Runtime": Category.RUNTIME,
     "Operator": Category.OPERATOR,
 }
-DEVICE_ROWS = tuple(f'"cat": "{name}"'.encode() for name, category in CATEGORIES.items() if category <= Category.FILL)
-"""How a trace holds what the device did, to find whether there is any."""
 OLD_OPERATOR = "Operator"
 """The category in which PyTorch 1.8 to 1.12 wrote annotations as well; theirs are told by a `#`."""
 
