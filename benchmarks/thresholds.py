@@ -87,7 +87,6 @@ EXPLAINED = {
     ),
     "keepbusy.timeline.steps": (
         Threshold("OTHER_PART", INFINITE, "A step has parts where one of them launches a tenth more than another."),
-        Threshold("RARE_STEP", 0.0, "A step is a rare one if it has a quarter more to do than others."),
         Threshold("LEAVES_LOOP", INFINITE, "A turn with four times the launches of others has left its loop."),
     ),
 }

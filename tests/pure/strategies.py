@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keepbusy.timeline.frame_roles import described
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Frames, Timeline
-from keepbusy.timeline.run_facts import DRIFT, PlainRun, RunFacts, WindowReason
+from keepbusy.timeline.run_facts import LOOP, PlainRun, RunFacts, WindowReason
 
 THREADS, STREAMS = 2, 2
 PENDING = 3
@@ -30,7 +30,7 @@ facts = st.builds(
     virtual=st.booleans(),
     recorded=st.none() | st.lists(counts, max_size=3).map(tuple),
     plain_runs=st.dictionaries(counts, st.just(PlainRun("step", 3, 4, 3, 5)), max_size=2),
-    reason=st.none() | st.just(WindowReason(DRIFT, began=3)),
+    reason=st.none() | st.just(WindowReason(LOOP, "train.py:3")),
 )
 ranks, threads, streams = st.integers(0, 1), st.integers(0, THREADS - 1), st.integers(0, STREAMS - 1)
 

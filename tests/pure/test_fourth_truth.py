@@ -38,13 +38,6 @@ def test_a_loader_that_the_run_never_waited_for_is_not_blamed() -> None:
     assert not other.causes or other.causes[0].cause == "input_late"
 
 
-def test_two_windows_on_one_stall_promise_its_gain_once() -> None:
-    case = "rank0_saves"
-    rows = [one for one in told(case).plan if one.fix == "save_later"]
-    promised = sum(one.run_gain for one in rows) / 1e9
-    assert promised == pytest.approx(saved(case), rel=0.15)
-
-
 def test_workers_do_not_make_a_turn_shorter_than_what_the_gpu_computes_in_it() -> None:
     """The loader is one rank's; the other has more to compute."""
     said = told("both_late")
@@ -58,13 +51,3 @@ def test_where_nothing_is_wrong_nothing_is_planned(case: str) -> None:
     """Of FSDP: work taken from one rank alone promised a gain, which giving it to the other takes back."""
     assert told(case).plan == ()
     assert told(case).causes == ()
-
-
-def test_a_stall_without_a_window_is_planned_from_what_it_took() -> None:
-    """Marks timed it over the whole run; the windows around it are taken away here."""
-    whole = load(FOURTH / "rank0_saves.busy")
-    said = explain(whole.change(further=()))
-    [row] = [one for one in said.plan if one.reason]
-    assert (row.fix, row.where[0].line) == ("save_later", 75)
-    assert row.predicted.high > row.predicted.step == said.plain_step
-    assert row.run_gain / 1e9 == pytest.approx(saved("rank0_saves"), rel=0.3)

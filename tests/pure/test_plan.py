@@ -20,17 +20,13 @@ from hypothesis import given
 from jsonschema import Draft202012Validator
 from told import H200, TRAIN, explained, near, told
 
-from keepbusy.explain import explain, ordinary_steps, without_planned
+from keepbusy.explain import explain, without_planned
 from keepbusy.explain.diagnosis import (
-    Cause,
     Diagnosis,
     Harmless,
-    LateRank,
     LoopDiagnosis,
     PlannedFix,
     Prediction,
-    RareStep,
-    Site,
     Where,
 )
 from keepbusy.explain.fix_plan import candidates
@@ -52,12 +48,11 @@ from keepbusy.timeline.run_facts import (
     LoaderUse,
     Part,
     PlainRun,
-    RareStall,
     RunFacts,
     SlowTurns,
     UnevenLoop,
 )
-from keepbusy.timeline.steps import sample, whole_steps
+from keepbusy.timeline.steps import sample, whole_steps, within_loop, without_timer_reads
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
 READ, OTHER, PREPARE = "read.py(1): read", "other.py(2): read", "data.py(3): tokenize"
@@ -282,7 +277,7 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
             body(run)
 
     timeline = loop(within, 8, device=H200)
-    story = Story.of(sample(whole_steps(ordinary_steps(timeline), None)), None, 8)
+    story = Story.of(sample(whole_steps(without_timer_reads(within_loop(timeline)), None)), None, 8)
     plan = explained(timeline).plan
     named = [(one.fix, places(one)) for one in plan]
     needed = [need for one in plan for need in one.needs if " at " in need]
@@ -625,97 +620,10 @@ def test_a_loader_of_another_loop_holds_up_nobody_here() -> None:
     assert copy.predicted.step == 30 * MS
 
 
-def stalled(**given: Any) -> Diagnosis:
-    """Every twelfth of 120 steps takes 180 ms in place of 30, and that stall can be halved."""
-    stall = RareStall("", 9, 12.0, True, 150 * MS, 1_350 * MS, 0.3, lines=("train.py(46): main",), last=96)
-    halved = Prediction(105 * MS, 104 * MS, 106 * MS)
-    late = Cause("peer_late", 1, 1.0, (Site(Where("train.py", 46), 1.0, 1),), "It is late.", "share_among_ranks",
-                 "Share it.", "", "", halved)  # fmt: skip
-    rare = RareStep(
-        stall, 84, 180 * MS, {}, (late,), halved, (LateRank(0, 150 * MS, "computing", Where("train.py", 46)),)
-    )
+def of_120_steps(**given: Any) -> Diagnosis:
     marks = PlainRun("optimizer", 118, step=30 * MS, low=1, high=1 << 40, warm_up=2)
-    usual: dict[str, Any] = {"rare": (rare,), "plain_runs": {0: marks}, "run": TREE}
+    usual: dict[str, Any] = {"plain_runs": {0: marks}, "run": TREE}
     return replace(HEALTHY, **(usual | given))
-
-
-def test_a_stall_that_comes_now_and_then_is_in_the_plan() -> None:
-    [fix] = plan_of_run(stalled(), ())
-    assert (fix.fix, fix.every, fix.gain) == ("share_among_ranks", 12.0, 75 * MS)
-    assert fix.run_gain == 10 * 75 * MS
-    text = " ".join(terminal.render_full(replace(stalled(), plan=(fix,), ranks=(0, 1))).split())
-    assert "180 → 105 ms every 12th iteration" in text
-    assert "Rank 0 arrives 150 ms late, and rank 1 waits for it: computing" in text
-    assert "No fix saves more than the noise" not in text
-
-
-def test_a_remedy_of_two_causes_of_a_stall_is_one_change() -> None:
-    told = stalled()
-    [rare] = told.rare
-    last = Prediction(90 * MS, 89 * MS, 91 * MS)
-    copied = replace(rare.causes[0], cause="blocking_copy", sites=(Site(Where("train.py", 47), 1.0, 1),))
-    [fix] = plan_of_run(replace(told, rare=(replace(rare, causes=(*rare.causes, copied), predicted=last),)), ())
-    assert (places(fix), fix.causes) == (["train.py:46", "train.py:47"], ("peer_late", "blocking_copy"))
-    assert (fix.gain, fix.predicted, fix.run_gain) == (90 * MS, last, 900 * MS)
-
-
-def test_a_stall_that_is_a_loop_of_its_own_is_told_once() -> None:
-    loops = replace(TREE.parts[1], place="train.py:45", lines=(LineTime("train.py:46", 1),))
-    told = stalled(run=replace(TREE, parts=(loops,)), loops=(LoopDiagnosis("train.py:45", 640, HEALTHY),))
-    assert plan_of_run(told, ()) == ()
-
-
-def timed(idle: int, ranks: tuple[int, ...] = (0,)) -> Diagnosis:
-    """The same stall where no window was open; of the 1.4 s at its line the GPU was idle for so many milliseconds."""
-    loop = replace(TREE.parts[1], lines=(LineTime("train.py:46", 1_400 * MS, idle * MS),))
-    marks = replace(stalled().plain_runs[0], stalls=(stalled().rare[0].stall,))
-    return stalled(rare=(), plain_runs={0: marks}, run=replace(TREE, parts=(loop,)), plain_step=30 * MS, ranks=ranks)
-
-
-@pytest.mark.parametrize(("idle", "gain"), [(1_400, 150), (1_050, 112.5), (701, 75.1), (699, 0)])
-def test_of_a_stall_that_was_only_timed_goes_no_more_than_the_gpu_waited(idle: int, gain: float) -> None:
-    """An evaluation keeps the GPU at work: it is no work of the host's that could go elsewhere."""
-    plan = plan_of_run(timed(idle), ())
-    assert [round(one.gain / MS, 1) for one in plan] == ([gain] if gain else [])
-    assert [(one.predicted.step, one.predicted.high) for one in plan] == [
-        (180 * MS - one.gain, 180 * MS) for one in plan
-    ]
-
-
-@pytest.mark.parametrize(
-    ("idle", "kind", "place"),
-    [
-        (0, SlowTurns(10, 12.0, True, 160 * MS, 1_600 * MS, "train.py:48"), ["train.py:48"]),
-        (0, SlowTurns(10, 12.0, True, 10 * MS, 100 * MS, "train.py:48"), []),
-        (0, SlowTurns(10, 7.0, True, 160 * MS, 1_600 * MS, "train.py:48"), []),
-        (1_400, SlowTurns(10, 12.0, True, 160 * MS, 1_600 * MS, "train.py:48"), ["train.py:46"]),
-    ],
-    ids=["another line", "another stall", "another rhythm", "the same"],
-)
-def test_where_a_stall_is_all_of_the_run_knows_better_than_a_few_steps(
-    idle: int, kind: SlowTurns, place: list[str]
-) -> None:
-    """The few saw it at a line at which the GPU is at work."""
-    told = timed(idle)
-    assert told.run is not None
-    stall = replace(told.plain_runs[0].stalls[0], lines=("train.py(30): main", "train.py(46): train"))
-    runs = {0: replace(told.plain_runs[0], stalls=(stall,))}
-    loops = tuple(replace(part, kinds=(kind,)) for part in told.run.parts)
-    plan = plan_of_run(replace(told, plain_runs=runs, run=replace(told.run, parts=loops)), ())
-    assert [one for fix in plan for one in places(fix)] == place
-
-
-def test_a_stall_without_a_line_is_where_the_run_shows_it() -> None:
-    """A distributed checkpoint: marks know what it is, and not where."""
-    told = timed(1_400)
-    assert told.run is not None
-    stall = replace(told.plain_runs[0].stalls[0], what="checkpoint", lines=())
-    runs = {0: replace(told.plain_runs[0], stalls=(stall,))}
-    assert plan_of_run(replace(told, plain_runs=runs), ()) == ()
-    kind = SlowTurns(10, 12.0, True, 160 * MS, 1_600 * MS, "train.py:48")
-    loops = tuple(replace(part, kinds=(kind,)) for part in told.run.parts)
-    [fix] = plan_of_run(replace(told, plain_runs=runs, run=replace(told.run, parts=loops)), ())
-    assert (fix.fix, places(fix)) == ("save_later", ["train.py:48"])
 
 
 def calibrated(**loop: Any) -> Diagnosis:
@@ -725,7 +633,7 @@ def calibrated(**loop: Any) -> Diagnosis:
     beside = Part(LOOP, "range.py:30", began=TREE.time, **(told | loop))
     steps = replace(TREE.parts[1], place="train.py:29")
     run = replace(TREE, time=TREE.time + 10_000 * MS, parts=(TREE.parts[0], steps, beside))
-    return stalled(run=run, rare=(), plain_step=180 * MS, loop="train.py:29")
+    return of_120_steps(run=run, plain_step=180 * MS, loop="train.py:29")
 
 
 def test_a_loop_that_nobody_recorded_is_told_by_its_idle_lines() -> None:
@@ -758,45 +666,16 @@ def test_where_nobody_knows_which_loop_was_recorded_none_is_told() -> None:
     assert plan_of_run(replace(calibrated(), loop="range.py:77"), ()) == ()
 
 
-def outer_step(ranks: tuple[int, ...] = (0,)) -> Diagnosis:
-    """A function is called now and then, which goes through all weights, copies each home and steps there."""
-    told = timed(1_400, ranks)
-    assert told.run is not None
-    lines = (LineTime("outer.py:36", 500 * MS, 400 * MS), LineTime("outer.py:37", 700 * MS, 650 * MS))
-    inner = Part(LOOP, "outer.py:35", function="step", time=1_200 * MS, lines=lines)
-    [loop] = told.run.parts
-    called = tuple(replace(line, call="step") for line in loop.lines)
-    return replace(told, run=replace(told.run, parts=(replace(loop, lines=called, parts=(inner,)),)))
-
-
-@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=len)
-def test_a_stall_is_at_the_lines_of_the_loop_that_its_own_line_calls(ranks: tuple[int, ...]) -> None:
-    """Where each rank may go through such a loop nobody knows that one alone does it, and could share it."""
-    [fix] = plan_of_run(outer_step(ranks), ())
-    assert (fix.fix, places(fix)) == ("compute_on_gpu", ["outer.py:37", "outer.py:36"])
-    assert fix.gain == 150 * MS
-
-
-def test_a_stall_that_calls_a_loop_of_its_own_is_told_once() -> None:
-    told = outer_step()
-    assert plan_of_run(replace(told, loops=(LoopDiagnosis("outer.py:35", 640, HEALTHY),)), ()) == ()
-
-
-def test_of_work_that_all_ranks_share_each_keeps_its_part() -> None:
-    [fix] = plan_of_run(timed(1_400, ranks=(0, 1)), ())
-    assert (fix.causes, fix.gain) == (("peer_late",), 75 * MS)
-
-
 def test_what_was_recorded_of_unusual_steps_is_not_said_of_all() -> None:
     """Two steps of 700 ms were recorded of a run whose steps take 20: each was one of a kind."""
-    told = stalled(plan=(shortened(700, 200),), rare=(), plain_given=False, plain_step=700 * MS, steps=2)
+    told = of_120_steps(plan=(shortened(700, 200),), plain_given=False, plain_step=700 * MS, steps=2)
     assert [one.run_gain for one in plan_of_run(told, ())] == [2 * 500 * MS]
 
 
 def test_what_a_loop_s_own_plan_says_of_a_capture_is_said_once() -> None:
     """Its steps were counted when its own turns were explained, and are when the run's plan is made of all loops."""
     graph = replace(shortened(5, 1), fix="graph", reason="It is launched alike each time.")
-    told = stalled(plan=(), rare=(), loops=(LoopDiagnosis("train.py:70", 40, replace(HEALTHY, plan=(graph,))),))
+    told = of_120_steps(plan=(), loops=(LoopDiagnosis("train.py:70", 40, replace(HEALTHY, plan=(graph,))),))
     [once] = [one for one in plan_of_run(told, ()) if one.fix == "graph"]
     assert once.reason == f"It is launched alike each time. The first {CAPTURING} iterations run uncaptured."
     again = replace(told, loops=(LoopDiagnosis("train.py:70", 40, replace(HEALTHY, plan=(replace(once, loop=""),))),))
@@ -806,10 +685,10 @@ def test_what_a_loop_s_own_plan_says_of_a_capture_is_said_once() -> None:
 
 def test_what_saves_the_run_most_comes_first() -> None:
     own = replace(HEALTHY, plan=(replace(shortened(5, 1), fix="readback"),))
-    told = stalled(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))
+    told = of_120_steps(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))
     plan = plan_of_run(told, ())
-    assert [(one.loop, one.every) for one in plan] == [("train.py:70", 0.0), ("", 12.0), ("", 0.0)]
-    assert [one.run_gain for one in plan] == [640 * 4 * MS, 750 * MS, 240 * MS]
+    assert [one.loop for one in plan] == ["train.py:70", ""]
+    assert [one.run_gain for one in plan] == [640 * 4 * MS, 240 * MS]
 
 
 def test_of_a_loop_no_more_is_saved_than_it_took_beside_what_its_gpu_computes() -> None:
@@ -898,50 +777,6 @@ def test_what_saves_nothing_of_the_run_is_no_row_unless_another_one_needs_it() -
     assert "In a longer run it may save 1.0 ms per iteration. Compiling takes some 20 s, once." in text
     needed = replace(large, needs=(small.named,))
     assert "more would save" not in terminal.render_full(replace(HEALTHY, run=TREE, plan=(small, needed)))
-
-
-def test_garbage_that_is_collected_now_and_then_is_no_work_to_be_moved() -> None:
-    stall = RareStall("garbage collection", 43, 8.0, True, 140 * MS, 6_000 * MS, 0.2, lines=("gp.py(77): main",))
-    marks = PlainRun("optimizer", 392, step=41 * MS, low=1, high=1 << 40, stalls=(stall,))
-    told = replace(HEALTHY, plain_step=41 * MS, plain_runs={0: marks}, run=TREE)
-    [fix] = plan_of_run(told, ())
-    assert (fix.fix, fix.api, [str(place) for place in fix.where]) == (
-        "collect_between_epochs",
-        "gc.freeze",
-        ["gp.py:77"],
-    )
-
-
-def test_how_often_a_stall_comes_is_known_best_to_the_tree() -> None:
-    """Marks that missed most turns saw it in one after the other."""
-    stall = RareStall("", 3, 1.0, False, 1_000 * MS, 3_000 * MS, 0.3, lines=("sounds.py(76): main",))
-    kind = SlowTurns(6, 20.0, True, 800 * MS, 4_800 * MS, "sounds.py:76")
-    marks = PlainRun("optimizer", 26, step=66 * MS, low=1, high=1 << 40, stalls=(stall,))
-    loop = Part(LOOP, place="sounds.py:66", time=16_000 * MS, turns=120, kinds=(kind,))
-    told = replace(HEALTHY, plain_step=66 * MS, plain_runs={0: marks}, run=replace(TREE, parts=(loop,)))
-    [fix] = plan_of_run(told, ())
-    assert (fix.every, fix.run_gain) == (20.0, 4_800 * MS)
-
-
-def waiting(*lines: int, what: str = "") -> Diagnosis:
-    """Two ranks, the first of which stands for 400 ms now at this line and now at that, four times each."""
-    stalls = tuple(
-        RareStall(what, 4, 30.0, False, 400 * MS, 1_600 * MS, 0.1, lines=(f"turns.py({line}): work",)) for line in lines
-    )
-    marks = PlainRun("optimizer", 120, step=30 * MS, low=1, high=1 << 40, stalls=stalls)
-    return replace(HEALTHY, plain_step=30 * MS, plain_runs={0: marks}, ranks=(0, 1), run=TREE)
-
-
-def test_a_rank_that_stands_now_here_now_there_waits_for_another_in_turn() -> None:
-    [fix] = plan_of_run(waiting(93, 92, 21), ())
-    assert (fix.fix, fix.every, places(fix)) == (
-        "work_a_round_ahead",
-        10.0,
-        ["turns.py:93", "turns.py:92", "turns.py:21"],
-    )
-    assert fix.run_gain == 3 * 1_600 * MS // 2
-    assert {one.fix for one in plan_of_run(waiting(93, 92), ())} == {"share_among_ranks"}
-    assert len(plan_of_run(waiting(93, 92, 21, what="checkpoint"), ())) == 3
 
 
 def test_a_cause_asks_for_as_many_workers_as_the_plan() -> None:

@@ -534,7 +534,7 @@ def test_a_trainers_evaluation_is_a_loop_of_its_own(evaluated: Program) -> None:
 def test_loops_of_a_trainer_at_one_line_are_not_taken_for_each_other(evaluated: Program) -> None:
     told = explain(evaluated.told())
     assert told.loop == "train.py:9 (trainer_that_evaluates.py:7 in run_epoch)"
-    assert (told.steps_of_run, told.rare) == (48, ())
+    assert told.steps_of_run == 48
     [evaluation] = told.loops
     assert evaluation.place == "train.py:9 (trainer_that_evaluates.py:13 in evaluate)"
     assert evaluation.turns == 20

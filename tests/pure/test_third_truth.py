@@ -23,16 +23,6 @@ def told(case: str) -> Diagnosis:
     return explained(load(THIRD / f"{case}.busy"))
 
 
-def test_what_one_rank_does_every_twelfth_step_is_the_plan() -> None:
-    """An accuracy that rank 0 alone computes; nothing is to be gained in the steps between."""
-    said = told("rank0_accuracy")
-    assert said.causes == ()
-    [fix] = said.plan
-    assert (fix.fix, fix.every, fix.where[0].line) == ("share_among_ranks", 12.0, 46)
-    assert [late.rank for late in fix.late] == [0]
-    assert fix.gain == pytest.approx(155e6 / 2, rel=0.1)  # half of the stall, as its two ranks share it
-
-
 def test_a_loader_of_one_rank_is_as_slow_as_the_whole_run_shows_it() -> None:
     said = told("slow_loader_rank1")
     late = cause(said, "input_late")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
@@ -14,34 +14,29 @@ from keepbusy.explain.causes import FINDERS
 from keepbusy.explain.diagnosis import (
     CAUSES,
     Cause,
-    ChangedSteps,
     Diagnosis,
     Harmless,
     LoopDiagnosis,
     PlannedFix,
     Prediction,
-    RareStep,
     Where,
 )
 from keepbusy.explain.fix_plan import plan_of
 from keepbusy.explain.ledger import NOISE, Story, sources_of
 from keepbusy.explain.plain import as_recorded, turn_of_part, within_its_loop
-from keepbusy.explain.remedies import PARTICULAR
 from keepbusy.explain.run_plan import plan_of_run
 from keepbusy.timeline.figures import duration, times
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Kind, Timeline
-from keepbusy.timeline.run_facts import DRIFT, LOOP, STALL, USUAL_WORKERS, Part, PlainRun, RareStall, WindowReason
+from keepbusy.timeline.run_facts import LOOP, USUAL_WORKERS, Part, WindowReason
 from keepbusy.timeline.steps import (
     marked_beside,
     sample,
-    step_alone,
     stretch_beside,
     whole_steps,
     within_loop,
     without_broken_off,
-    without_steps,
     without_timer_reads,
 )
 
@@ -137,7 +132,7 @@ def _explained(
 ) -> Diagnosis:
     say("finding the steps", 0.0)
     timeline = _with_turn_around(timeline)
-    whole = whole_steps(ordinary_steps(timeline), plain_step)
+    whole = whole_steps(without_timer_reads(within_loop(timeline)), plain_step)
     window = sample(whole)
     say("replaying the plain run", 0.2)
     story = Story.of(window, plain_step, workers)
@@ -146,7 +141,6 @@ def _explained(
     told = story.diagnosis(whole, plain_step is not None or timeline.facts.is_whole, what_if)
     say("searching for the plan", 0.7)
     plan, run = plan_of(story.scene, story.forecast, story.found), timeline.facts.run
-    rare = _rare_steps(timeline, told, workers)
     told = replace(
         told,
         loop=_loop_named(run, timeline.facts.loop),
@@ -160,12 +154,9 @@ def _explained(
         loops=_loops(timeline, workers, run, turns),
         turns=story.turns() if turns else None,
         draw=story.turns,
-        rare=rare,
-        later=_changed_steps(timeline, workers),
         notes=(
             *_notes(whole, story, told.plain_given),
             *told.notes,
-            *_left_unexplained(timeline, rare),
             *_behind_others(story, plan),
         ),
     )
@@ -196,7 +187,6 @@ def _notes(whole: Timeline, story: Story, plain_given: bool) -> tuple[str, ...]:
     facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
     met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
     some, all_known = given > 1 and (facts.world or 0) > given, facts.cluster is not None
-    left_out = f"step{'s' if len(facts.left_out_steps) > 1 else ''} {' and '.join(map(str, facts.left_out_steps))}"
     # plain step and recording of one live run are of the same program: only that moment can have been another
     why = (
         "are they of the same program and machine?"
@@ -222,10 +212,6 @@ def _notes(whole: Timeline, story: Story, plain_given: bool) -> tuple[str, ...]:
         (
             facts.marks_a_step,
             f"{facts.marks_a_step} marked steps count as one, because the given plain step is that long.",
-        ),
-        (
-            facts.left_out_steps,
-            f"Recorded {left_out} stalled. It is left out here and shown under `rarely`.",
         ),
         (
             replayed < steps,
@@ -288,7 +274,7 @@ def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) ->
 
 def _as_planned(cause: Cause, plan: Sequence[PlannedFix]) -> Cause:
     """What to do is told once: the plan knows how many workers keep up, and which of several fixes gains most."""
-    of_steps = [one for one in plan if cause.cause in one.causes and not one.loop and not one.every]
+    of_steps = [one for one in plan if cause.cause in one.causes and not one.loop]
     there = [one for one in of_steps if str(cause.where) in map(str, one.where) or one.api == cause.api]
     if not there:
         return cause
@@ -386,114 +372,3 @@ def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequen
     for cause in what_if:
         if cause not in FINDERS:
             raise BadInput(f"{cause!r} is no cause that can be fixed; the causes are {', '.join(FINDERS)}.")
-
-
-# further windows of the run
-
-_REPLAYABLE = 150_000
-"""Rows of a rare step: to replay more takes too long, since no part of it repeats itself."""
-_WRITES = ("host_work", "blocking_copy", "host_sync")
-
-
-def ordinary_steps(timeline: Timeline) -> Timeline:
-    """Without what is known to be rare in them: neither the plain step nor what is said of it means that."""
-    timeline = without_timer_reads(within_loop(timeline))
-    stalls = [stall for run in timeline.facts.plain_runs.values() for stall in run.stalls if stall.is_foreseen]
-    if not stalls:
-        return timeline
-    numbers = timeline.facts.recorded or ()
-    return without_steps(timeline, {one for one in numbers if any(stall.comes_in(one) for stall in stalls)})
-
-
-def _rare_steps(timeline: Timeline, ordinary: Diagnosis, workers: int) -> tuple[RareStep, ...]:
-    """Each rare stall around which a window was taken, and in which it came. `ordinary`: what every step has.
-
-    Of windows on the same stall the one counts in which fixing gains most: what the stall is was seen best there.
-    """
-    windows = [one for one in timeline.further if one.facts.reason and one.facts.reason.why == STALL]
-    seen = [found for window in windows if (found := _rare(window, ordinary, workers)) is not None]
-    best: dict[RareStall, RareStep] = {}
-    for one in sorted(seen, key=lambda one: one.predicted.step):
-        best.setdefault(one.stall, one)
-    return tuple(one for one in seen if best[one.stall] is one)
-
-
-def _left_unexplained(timeline: Timeline, rare: Sequence[RareStep]) -> Iterator[str]:
-    """A sentence for each further window that told nothing."""
-    explained_steps = {one.step for one in rare}
-    for window in timeline.further:
-        step = window.facts.reason.step if window.facts.reason else None
-        if step is not None and step not in explained_steps:
-            many = len(window) > _REPLAYABLE
-            why = "it holds too many spans to be replayed" if many else "no stall came, or not as the marks show it"
-            yield f"A stall was expected in step {step}, which was recorded: {why}."
-
-
-def _changed_steps(timeline: Timeline, workers: int) -> ChangedSteps | None:
-    """What steps are like since they have changed."""
-    for window in timeline.further:
-        reason = window.facts.reason
-        if reason and reason.why == DRIFT and reason.began is not None and (plain := window.facts.plain_step):
-            with suppress(BadInput):
-                whole = whole_steps(window, plain)
-                story = Story.of(sample(whole), plain, workers)
-                now = story.diagnosis(whole, plain_given=True)
-                return ChangedSteps(reason.began, replace(now, notes=_notes(whole, story, plain_given=True)))
-    return None
-
-
-def _rare(further: Timeline, ordinary: Diagnosis, workers: int) -> RareStep | None:
-    reason, usual = further.facts.reason, further.facts.plain_step or ordinary.plain_step
-    if reason is None or reason.step is None:
-        return None
-    number = reason.step
-    stall = _stall(ordinary.plain_runs, number) or reason.stall
-    window = step_alone(further, range(number - 1, number + 2))
-    if stall is None or window is None or len(window) > _REPLAYABLE:
-        return None
-    with suppress(BadInput):
-        plain = usual + stall.time
-        stalled = Story.of(window, plain, workers).diagnosis(window, plain_given=True)
-        causes = tuple(sorted(_beyond(stalled, ordinary, stall), key=lambda one: one.predicted.step))
-        together = _together(stalled, ordinary, causes, stall)
-        return RareStep(stall, number, plain, stalled.ledger, causes, together, stalled.late)
-    return None
-
-
-def _stall(runs: Mapping[int, PlainRun], step: int) -> RareStall | None:
-    """As the whole run shows it; of several ranks' the one that has a reason."""
-    found = [stall for run in runs.values() for stall in run.stalls if stall.is_foreseen and stall.comes_in(step)]
-    return max(found, key=lambda one: (bool(one.what), one.share), default=None)
-
-
-def _beyond(stalled: Diagnosis, ordinary: Diagnosis, stall: RareStall) -> Iterator[Cause]:
-    """The causes of the stall itself: what every step has, too, was explained already."""
-    every = {cause.cause: cause for cause in ordinary.causes}
-    for cause in stalled.causes:
-        usual = every.get(cause.cause)
-        always = ordinary.plain_step - usual.predicted.step if usual else 0
-        gain = min(stall.time, stalled.plain_step - cause.predicted.step - always)
-        if gain > NOISE * stalled.plain_step:
-            known: set[Where] = {site.where for site in usual.sites} if usual else set()
-            sites = tuple(site for site in cause.sites if site.where not in known) or cause.sites
-            one = replace(cause, sites=sites, predicted=_prediction_with(stalled, cause.predicted, gain))
-            if stall.what == "checkpoint" and cause.cause in _WRITES:
-                fix = PARTICULAR["checkpoint"]
-                one = replace(one, fix=fix.fix, advice=fix.advice, remedy=fix.code, api=fix.api)
-            yield one
-
-
-def _together(stalled: Diagnosis, ordinary: Diagnosis, causes: Sequence[Cause], stall: RareStall) -> Prediction:
-    """Such a step without the causes of its stall; what its other causes cost stays."""
-    if not causes:
-        return Prediction(stalled.plain_step, stalled.plain_step, stalled.plain_step)
-    always = ordinary.plain_step - ordinary.predicted.step if ordinary.causes else 0
-    gain = min(stall.time, stalled.plain_step - stalled.predicted.step - always)
-    gain = max(gain, *(stalled.plain_step - cause.predicted.step for cause in causes), 0)
-    return _prediction_with(stalled, stalled.predicted, gain)
-
-
-def _prediction_with(stalled: Diagnosis, predicted: Prediction, gain: int) -> Prediction:
-    step = stalled.plain_step - gain
-    less = step - predicted.step
-    return Prediction(step, predicted.low + less, min(stalled.plain_step, predicted.high + less))

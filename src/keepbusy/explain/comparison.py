@@ -154,7 +154,7 @@ def _functions(fix: PlannedFix, run: Diagnosis) -> set[tuple[str, str]]:
 
 def _by_what_was_made(before: Diagnosis, made: Sequence[PlannedFix]) -> Prediction | None:
     """Of a single fix it is known what it gains alone; several of them build on each other, so their gains add up."""
-    mine = [one for one in made if not one.loop and not one.every]
+    mine = [one for one in made if not one.loop]
     if not mine:
         return None
     step = before.plain_step - (mine[0].alone if len(mine) == 1 else sum(one.gain for one in mine))

@@ -17,7 +17,7 @@ import numpy as np
 
 from keepbusy.timeline.model import NONE, Floats, Ints, Mask, Timeline
 from keepbusy.timeline.replay import at_work_from
-from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun, RareStall
+from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun
 
 # every place that a nanosecond of the plain step can go, in the order in which reports show them
 COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
@@ -220,7 +220,6 @@ class PlannedFix:
     edit: Edit | None = field(default=None, compare=False, repr=False)  # what it changes in the turns explained
     reason: str = ""  # a sentence with its figures, where only the plan tells why
     loop: str = ""  # of another loop than that of the steps: where it stands
-    every: float = 0.0  # of a stall that comes now and then: steps from one to the next
     late: tuple[LateRank, ...] = ()  # the ranks that the others wait for
 
     @property
@@ -229,9 +228,8 @@ class PlannedFix:
 
     @property
     def is_beside_steps(self) -> bool:
-        """Whether it is no part of every step, so that its gain is one of the run: it stands in another loop, or comes
-        only now and then."""
-        return bool(self.loop or self.every)
+        """Whether it is no part of every step, so that its gain is one of the run: it stands in another loop."""
+        return bool(self.loop)
 
 
 def named(fix: str, where: Sequence[Where]) -> str:
@@ -241,36 +239,11 @@ def named(fix: str, where: Sequence[Where]) -> str:
 
 
 @dataclass(frozen=True)
-class RareStep:
-    """A stall that comes only now and then, and one step of it that was looked at. Times are of one such step."""
-
-    stall: RareStall
-    step: int  # the one that was looked at
-    plain_step: int  # what such a step takes when nobody looks
-    ledger: Mapping[str, int]
-    causes: tuple[Cause, ...]  # by what fixing gains beyond what it gains in every step
-    predicted: Prediction  # such a step, once all of these are fixed
-    late: tuple[LateRank, ...] = ()
-
-    def gain_of(self, predicted: Prediction) -> int:
-        """Averaged over all steps, those between that do not stall included."""
-        return round((self.plain_step - predicted.step) / max(1.0, self.stall.every))
-
-
-@dataclass(frozen=True)
 class LoopDiagnosis:
     """Another loop of the run, and its turns explained as steps are."""
 
     place: str
     turns: int
-    diagnosis: Diagnosis
-
-
-@dataclass(frozen=True)
-class ChangedSteps:
-    """Steps have changed for good since the first window, and were explained again."""
-
-    since: int  # the step
     diagnosis: Diagnosis
 
 
@@ -354,8 +327,6 @@ class Diagnosis:
     run_steps: int = 0  # that the run took, where each of them was recorded: on a virtual GPU
     loop: str = ""  # whose turns the steps are, where the run's tree knows it: file:line
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
-    rare: tuple[RareStep, ...] = ()  # of these runs' rare stalls, those that were looked at
-    later: ChangedSteps | None = None
     cut_short: CutShort | None = None  # what ended the run before its own end
     stretches: tuple[int, ...] = ()  # the median step of each of some equal parts of the run, in their order
     is_modelled: bool = False  # its times are the same in every run

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix, Prediction, RareStep, Where
-from keepbusy.explain.fix_plan import PLACES_APART, Plan, planned_fix
+from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix, Prediction, Where
+from keepbusy.explain.fix_plan import Plan, planned_fix
 from keepbusy.explain.ledger import NOISE
-from keepbusy.explain.remedies import PARTICULAR, REMEDIES, WORTH_NAMING, Remedy, setting_of
+from keepbusy.explain.remedies import PARTICULAR, REMEDIES, WORTH_NAMING, setting_of
 from keepbusy.timeline.figures import fixed
-from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import (
     FIRST_USE,
@@ -24,8 +23,6 @@ from keepbusy.timeline.run_facts import (
     LineTime,
     LoaderUse,
     Part,
-    RareStall,
-    SlowTurns,
     UnevenLoop,
     place_of_loop,
 )
@@ -35,16 +32,12 @@ COMPILING = 20_000_000_000
 CAPTURING = 4
 """Turns that stay as they are for each capture: the runtime rehearses three, and captures what it would have run."""
 _SAYS_UNCAPTURED = re.compile(rf" ?The first {CAPTURING} iterations run uncaptured[^.]*\.")
-_OF_STALLS = {"checkpoint": PARTICULAR["checkpoint"], "garbage collection": PARTICULAR["collect_between"]}
-"""Remedies of stalls whose reason was seen."""
 
 
 def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[UnevenLoop] = ()) -> Plan:
     """All that was explained, as one list. `told.plan` is that of its steps; in `uneven` are loops around these, if
     ranks do not meet in a step."""
     parts = [with_loader(told.plan, uses, told)]
-    parts += [_of_stall(one, told) for one in told.rare if not _in_a_loop(one.stall, told)]
-    parts += [_of_timed_stall(some, told) for some in _by_what_holds_up(told)]
     for one in told.loops:
         captures = _captures(one.place, told)
         fixes = (_of_all_steps(fix, one.turns, captures) if one.turns else fix for fix in one.diagnosis.plan)
@@ -278,186 +271,6 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, told: Diagnosis) -> P
         f"A batch takes a worker {fixed(use.in_worker, 'ms', 0)} ms, the rest of an iteration "
         f"{fixed(use.turn, 'ms', 0)} ms. There {are} and {use.cores} cores.",
     )
-
-
-def _of_stall(rare: RareStep, told: Diagnosis) -> Plan:
-    """The fixes of a stall, in its own step: the one that gains most, then the others, as far as they add to it."""
-    steps, every = told.steps_of_run, rare.stall.every
-    often = steps / every if rare.stall.regular and every else rare.stall.count
-    before, rows = rare.plain_step, list[PlannedFix]()
-    for number, cause in enumerate(rare.causes):
-        after = min(before, cause.predicted.step) if not number else min(before, rare.predicted.step)
-        if before - after <= NOISE * rare.plain_step:
-            break
-        rows.append(
-            planned_fix(
-                Remedy(cause.fix, cause.advice, cause.remedy, cause.api),
-                [site.where for site in cause.sites[:3]],
-                (cause.cause,),
-                before - after,
-                cause.predicted if not number else rare.predicted,
-                alone=rare.plain_step - cause.predicted.step,
-                run_gain=round((before - after) * often) if steps else NONE,
-                every=every or steps,
-                late=rare.late if cause.cause == "peer_late" else (),
-            )
-        )
-        before = after
-    return tuple(_once_each(rows))
-
-
-def _once_each(rows: Sequence[PlannedFix]) -> Iterator[PlannedFix]:
-    """One remedy that two causes of a stall ask for is one change."""
-    for name in dict.fromkeys(one.fix for one in rows):
-        first, *more = [one for one in rows if one.fix == name]
-        for one in more:
-            first = replace(
-                first,
-                where=tuple(dict.fromkeys([*first.where, *one.where])),
-                causes=(*first.causes, *one.causes),
-                gain=first.gain + one.gain,
-                predicted=one.predicted,
-                run_gain=first.run_gain + one.run_gain if first.run_gain != NONE else NONE,
-            )
-        yield first
-
-
-def _only_timed(told: Diagnosis) -> list[RareStall]:
-    """Stalls that came again and again where no window was open, of one rank, for its peers only wait in them.
-
-    It is the one that was seen doing something, or whose stalls are at one line: peers wait now here, now there.
-    """
-    seen = {one.stall.lines for one in told.rare if one.causes}
-    beats = {round(one.stall.every) for one in told.rare if one.causes} if len(told.ranks) > 1 else set()
-    of_ranks = [
-        [
-            one
-            for one in run.stalls
-            if one.count > 1 and one.what != "input" and _seen_at(one, told)
-            if one.lines not in seen and round(one.every) not in beats  # its peers wait in the same steps
-        ]
-        for run in told.plain_runs.values()
-    ]
-    worst = max(
-        of_ranks, key=lambda stalls: max(((bool(one.what), one.total) for one in stalls), default=()), default=[]
-    )
-    enough = NOISE * told.plain_step * told.steps_of_run
-    return [
-        one for one in worst if one.total > enough > 0 and 2 * _idle_at(_place_of(one, told), one, told) >= one.time
-    ]
-
-
-def _idle_at(place: str, stall: RareStall, told: Diagnosis) -> int:
-    """How much of a stall the GPU had nothing to do, as the whole run shows this line; all of it where nobody knows.
-
-    Of several ranks the tree is the first one's, whose GPU may be the one at work for which the others wait.
-    """
-    parts = told.run.within() if told.run and len(told.ranks) == 1 else ()
-    here = [line for part in parts for line in part.lines if line.idle != NONE and line.time and line.place == place]
-    seen = max(here, key=lambda line: line.time, default=None)
-    return round(stall.time * seen.idle / seen.time) if seen else stall.time
-
-
-def _place_of(stall: RareStall, told: Diagnosis) -> str:
-    """Of the lines at which it was seen, the first one at which the GPU waits for most of it."""
-    places = _seen_at(stall, told)
-    return next((place for place in places if 2 * _idle_at(place, stall, told) >= stall.time), places[0])
-
-
-def _seen_at(stall: RareStall, told: Diagnosis) -> list[str]:
-    """The innermost line that marks saw, then those that looks found for as long.
-
-    Marks look at the few steps that stall, and the tree at all that the program did.
-    """
-    return [*map(_place, stall.lines[-1:]), *(kind.place for kind in _in_the_tree(stall, told))]
-
-
-def _in_the_tree(stall: RareStall, told: Diagnosis) -> list[SlowTurns]:
-    """Turns that stall as long in the run's tree, as often or at the same line: it misses none where a window was
-    open."""
-    here = {*map(_place, stall.lines[-1:])}
-    kinds = [kind for part in (told.run.within() if told.run else ()) for kind in part.kinds if kind.place]
-    alike = [
-        kind for kind in kinds if kind.count > 1 and (round(kind.every) == round(stall.every) or kind.place in here)
-    ]
-    return [kind for kind in alike if max(kind.longer, stall.time) <= 2 * min(kind.longer, stall.time)]
-
-
-def _place(name: str) -> str:
-    """`train.py:264` of a line's name."""
-    known = source_line(name)
-    return f"{known[0]}:{known[1]}" if known else name
-
-
-def _by_what_holds_up(told: Diagnosis) -> list[list[RareStall]]:
-    """Stalls that are one. Where a rank of several stands at this line and that for no reason that was seen, it is no
-    line that holds it up: it waits for another rank."""
-    stalls = [one for one in _only_timed(told) if not _in_a_loop(one, told)]
-    waits = [one for one in stalls if not one.what and len(told.ranks) > 1]
-    together = [waits] if len({one.lines for one in waits}) > 2 else [[one] for one in waits]
-    return [*([one] for one in stalls if one not in waits), *together]
-
-
-def _of_timed_stall(stalls: Sequence[RareStall], told: Diagnosis) -> Plan:
-    """What they take is known of the whole run, not what they do: at worst nothing of it can go."""
-    ranks, first, places = len(told.ranks), stalls[0], [_place_of(one, told) for one in stalls]
-    if len(stalls) > 1:  # of one after the other's turn only the others' share goes
-        total, count = sum(one.total for one in stalls), sum(one.count for one in stalls)
-        time, every = total // count, told.steps_of_run / count
-        return (_timed(PARTICULAR["in_turn"], places, time, time - time // ranks, total, every, told),)
-    remedy, idle = _OF_STALLS.get(first.what), _idle_at(places[0], first, told)
-    if remedy is None:
-        remedy = PARTICULAR["one_for_all"] if ranks > 1 else REMEDIES["host_work"]
-        if within := _loops_called(places[0], told):
-            remedy, places = PARTICULAR["on_the_gpu"], _where_idle(within) or places
-    known = _in_the_tree(first, told)
-    every = max([first.every or told.steps_of_run, *(kind.every for kind in known if kind.regular)])
-    total = max([first.total, *(kind.total for kind in known)])
-    gain = idle - idle // ranks if remedy.fix == "share_among_ranks" else idle
-    return (_timed(remedy, places, first.time, gain, total, every, told),)
-
-
-def _timed(
-    remedy: Remedy, places: Sequence[str], time: int, gain: int, total: int, every: float, told: Diagnosis
-) -> PlannedFix:
-    """Of a stall of this time, which took so much in all."""
-    after = told.plain_step + time - gain
-    return planned_fix(
-        remedy,
-        list(map(Where.of, places)),
-        ("peer_late" if len(told.ranks) > 1 else "host_work",),
-        gain,
-        Prediction(after, after, told.plain_step + time),
-        run_gain=round(total * gain / max(1, time)),
-        reason="This was timed over the whole run, without details.",
-        every=every,
-    )
-
-
-def _where_idle(parts: Sequence[Part]) -> list[str]:
-    """The lines at which the GPU waits longest."""
-    lines = sorted((line for part in parts for line in part.lines), key=lambda line: -line.idle)
-    return [line.place for line in lines[:PLACES_APART] if line.idle > 0]
-
-
-def _loops_called(place: str, told: Diagnosis) -> list[Part]:
-    """The loops of the function that this line calls, where the line's time passes in them: each rank goes through its
-    own, over one small thing after another."""
-    for part in _loops_of(told):
-        line = next((line for line in part.lines if line.place == place and line.call), None)
-        inner = [one for one in part.parts if line is not None and one.function == line.call]
-        if line is not None and 2 * sum(one.time for one in inner) >= line.time:
-            return inner
-    return []
-
-
-def _in_a_loop(stall: RareStall, told: Diagnosis) -> bool:
-    """Whether the stall is a loop that was explained by its own turns."""
-    lines, explained = set(map(_place, stall.lines)), {one.place for one in told.loops}
-    called = (loop.named for line in lines for loop in _loops_called(line, told))
-    loops = [part for part in _loops_of(told) if part.named in explained]
-    within = (line.place for part in loops for inner in part.within() for line in inner.lines)
-    return not lines.isdisjoint(within) or not explained.isdisjoint(called)
 
 
 def _loops_of(told: Diagnosis) -> list[Part]:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, RareStep, Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, Where
 from keepbusy.report import verdict, words
-from keepbusy.report.run_report import PlanRow, called_at, planned_rows, where_of
+from keepbusy.report.run_report import PlanRow, planned_rows
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun, RareStall
+from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun
 
 VERSION = 2
 """2: the verdict comes first, and a fix of the plan has its `name`, `code`, `predicted`, `run` and `blockers`."""
@@ -31,7 +31,6 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
-    later = diagnosis.later
     return {
         "version": VERSION,
         "verdict": verdict.statement(diagnosis),
@@ -64,16 +63,6 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
             for one in diagnosis.loops
         ],
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
-        "rare": [_rare(one) for one in diagnosis.rare],
-        "later": {
-            "since": later.since,
-            "plain_step": milliseconds(later.diagnosis.plain_step),
-            "ledger": _ledger(later.diagnosis.ledger),
-            "causes": [_cause(cause) for cause in later.diagnosis.causes],
-            "predicted_step": milliseconds(later.diagnosis.predicted.step),
-        }
-        if later
-        else None,
         "cluster": _cluster(diagnosis.cluster) if diagnosis.cluster else None,
         "cut_short": _cut_short(diagnosis.cut_short) if diagnosis.cut_short else None,
     }
@@ -175,7 +164,6 @@ def _fix(fix: PlannedFix, row: PlanRow | None) -> dict[str, Any]:
         "instead": list(fix.instead),
         "remedy": fix.api,
         "loop": fix.loop,
-        "every": _count(fix.every),
     }
 
 
@@ -214,36 +202,10 @@ def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
         **_same(run, "marked_by", "steps", "warm_up", "retries", "fault"),
         **_times(run, "step", "low", "high", "warm_up_time", "host", "lead", "input", "collector"),
         **{name: _count(getattr(run, name)) for name in ("no_lead", "requests", "delayed")},
-        "stalls": [_stall(stall) for stall in run.stalls],
         "course": {
             "each": run.course.each,
             **{name: [*map(_known, getattr(run.course, name))] for name in ("step", "longest", "lead")},
         },
-    }
-
-
-def _stall(stall: RareStall) -> dict[str, Any]:
-    where, caller = where_of(stall), called_at(stall)
-    return {
-        **_same(stall, "what", "count", "regular"),
-        "where": str(where) if where.file else "",
-        "place": _place(where),
-        "called_at": str(caller) if caller.file else "",
-        "every": _count(stall.every),
-        "time": milliseconds(stall.time),
-        "share": round(stall.share, 4),
-    }
-
-
-def _rare(one: RareStep) -> dict[str, Any]:
-    return {
-        "stall": _stall(one.stall),
-        "step": one.step,
-        "plain_step": milliseconds(one.plain_step),
-        "ledger": _ledger(one.ledger),
-        "causes": [_cause(cause) for cause in one.causes],
-        **_predicted(one.predicted),
-        "predicted_gain": milliseconds(one.gain_of(one.predicted)),
     }
 
 

@@ -20,22 +20,19 @@ from keepbusy.explain.diagnosis import (
     CAUSES,
     COMPUTING,
     Cause,
-    ChangedSteps,
     Diagnosis,
     Harmless,
     LateRank,
     PlannedFix,
-    RareStep,
     Where,
 )
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, link_to
-from keepbusy.report.source import fix_line, source_of
+from keepbusy.report.source import source_of
 from keepbusy.report.words import look, tame
-from keepbusy.timeline.figures import change, count, duration, every, listing, share, span_of, transition, unit_of
-from keepbusy.timeline.frame_roles import source_line
+from keepbusy.timeline.figures import count, duration, every, listing, share, span_of, transition, unit_of
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, RareStall, SlowTurns
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, SlowTurns
 
 WORTH_A_LINE = 0.02
 """Of the run: parts that take less stand together in one line."""
@@ -47,21 +44,12 @@ MATTERS = 0.02
 """Of a step: what takes less of it is not told."""
 LESSON_MATTERS = 0.01
 """Of a script: a line that holds Python for less teaches nothing."""
-DELAY_MATTERS, STALL_MATTERS = 0.03, 0.01
+DELAY_MATTERS = 0.03
 """The same, of the run."""
-STALLS_SHOWN, CAUSES_SHOWN = 3, 2
-"""So many stalls are told, and so many causes of each."""
-JITTER = 0.1
-"""Of the steps between two stalls: a rank that waits for another one sees the stall a step early or late."""
 AMONG_RANKS = {"peer_late", "exposed_collective"}
 """Causes beside which it is told which ranks are late."""
 NO_LEAD, SOME_LEAD = 0.9, 0.1
 """Shares of the steps in which the host has no lead."""
-_INTERRUPTIONS = {
-    "checkpoint": "a checkpoint",
-    "garbage collection": "garbage collection",
-    "input": "waiting for input",
-}
 
 
 def cut_short(diagnosis: Diagnosis) -> str:
@@ -333,7 +321,7 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
     run, saved = diagnosis.run, sum(max(0, one.run_gain) for one in diagnosis.plan)
     looped = sum(part.time for part in run.parts if part.kind == LOOP) if run is not None else 0
     if not looped or not saved:
-        steps = [one for one in diagnosis.plan if not one.loop and not one.every]
+        steps = [one for one in diagnosis.plan if not one.loop]
         saved, looped = sum(one.gain for one in steps), diagnosis.plain_step
     less, gpus = hours * min(1.0, saved / looped), len(diagnosis.given)
     if not less:
@@ -345,11 +333,11 @@ def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str
 
 def turns_meant(one: PlannedFix, diagnosis: Diagnosis) -> str:
     """Which iterations a fix makes shorter."""
-    if diagnosis.one_turn and not one.loop and not one.every:
+    if diagnosis.one_turn and not one.loop:
         return "for the script" if diagnosis.steps else ""  # else it is the time of one line
     if one.loop:
         return f"per iteration of the loop at {_loop(one.loop)}"
-    return every(one.every, "iteration") if one.every else "per iteration"
+    return "per iteration"
 
 
 def loops(diagnosis: Diagnosis) -> Iterator[RenderableType]:
@@ -385,11 +373,7 @@ def _is_part(run: Part | None, place: str, turn: int) -> bool:
 def margin(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     """A label and a sentence each: the run as a whole, what is not worth touching, late ranks that no cause has shown,
     what one should know."""
-    yield from asides(diagnosis.plain_runs, diagnosis.rare)
-    if diagnosis.later is not None:
-        first, *more = of_change(diagnosis, diagnosis.later)
-        yield "later", first
-        yield from (("", one) for one in more)
+    yield from asides(diagnosis.plain_runs)
     label, told = ("line", _lessons) if diagnosis.one_turn else ("ignore", _harmless)
     yield from ((label, one) for one in told(diagnosis.harmless, diagnosis.plain_step))
     yield from (("bubble", one) for one in bubble(diagnosis))
@@ -435,8 +419,8 @@ def _cost(gain: int, step: int) -> str:
     return f"costs less than the noise here ({duration(gain, step)})"
 
 
-def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[RareStep] = ()) -> Iterator[tuple[str, str]]:
-    """A label and a sentence each. With several ranks: of the first one, and the rare stalls of all of them."""
+def asides(runs: Mapping[int, PlainRun]) -> Iterator[tuple[str, str]]:
+    """A label and a sentence each. With several ranks: of the first one."""
     if not runs:
         return
     run = runs[min(runs)]
@@ -446,32 +430,8 @@ def asides(runs: Mapping[int, PlainRun], looked_at: Sequence[RareStep] = ()) -> 
         yield "lead", _lead(run)
     for sentence in _of_each_step(run):
         yield "plain", sentence
-    left = list(looked_at)
-    for rank, stall in _rare(runs):
-        yield "rarely", _stall(stall, rank if len(runs) > 1 else NONE)
-        mine = next(
-            (one for one in left if round(one.stall.every) == round(stall.every) and stall.comes_in(one.step)), None
-        )
-        if mine is not None:
-            left.remove(mine)
-            yield from (("", sentence) for sentence in of_stall(mine))
     if run.fault:
         yield "note", tame(f"Step times were not measured to the end of the run ({run.fault}). Please report it.")
-
-
-def where_of(stall: RareStall) -> Where:
-    """The innermost of its lines."""
-    return replace(_where(stall.lines[-1:]), library=stall.library)
-
-
-def called_at(stall: RareStall) -> Where:
-    """The line of the program's loop that led there, if that is another one."""
-    return _where(stall.lines[:-1][stall.loop : stall.loop + 1])
-
-
-def _where(lines: tuple[str, ...]) -> Where:
-    known = source_line(lines[0]) if lines else None
-    return Where(*known, exact=True) if known else Where()
 
 
 def _steps(run: PlainRun) -> str:
@@ -501,105 +461,10 @@ def _of_each_step(run: PlainRun) -> Iterator[str]:
         yield f"GPU memory was full {run.retries} times. PyTorch freed its cache and requested memory again."
 
 
-def _rare(runs: Mapping[int, PlainRun]) -> list[tuple[int, RareStall]]:
-    """The largest first. Ranks wait for each other, so of those that stall together the one with a reason is told."""
-    known = [
-        (rank, stall) for rank, run in sorted(runs.items()) for stall in run.stalls if stall.share >= STALL_MATTERS
-    ]
-    known.sort(key=lambda one: (-bool(one[1].what), -bool(one[1].lines), -one[1].share))
-    kept: list[tuple[int, RareStall]] = []
-    for rank, stall in known:
-        if not any(_comes_with(stall, other) for _, other in kept):
-            kept.append((rank, stall))
-    return sorted(kept, key=lambda one: -one[1].share)[:STALLS_SHOWN]
-
-
-def _comes_with(stall: RareStall, other: RareStall) -> bool:
-    """Whether it is the other one, seen once apart or by another rank, which waits meanwhile."""
-    if stall.count == other.count and round(stall.every) == round(other.every):
-        return True
-    as_often = stall.count == 1 or abs(stall.every - other.every) <= JITTER * other.every
-    return other.is_foreseen and as_often and not stall.what and other.comes_in(stall.last)
-
-
-def _stall(stall: RareStall, rank: int) -> str:
-    where = where_of(stall)
-    source = source_of(where) if where.file else None
-    place = words.at(where, 50) if where.file else "" if stall.what else ", at an unknown line"
-    place += f" ({tame(where.library, 50)})" if where.library else ""
-    text = f": {words.cut(source.text, 50)}" if source else ""
-    caller = called_at(stall)
-    text += f", called{words.at(caller, 50)}" if caller.file else ""
-    on = f" on rank {rank}" if rank != NONE else ""
-    what = f" of {_INTERRUPTIONS[stall.what]}" if stall.what in _INTERRUPTIONS else ""
-    of_all = share(round(1e6 * stall.share), 10**6)
-    return f"{_when(stall)} {duration(stall.time)}{what}{on}{place}{text} · {of_all} of the run"
-
-
-def _when(stall: RareStall) -> str:
-    if stall.count == 1:
-        return "Once"
-    keeps_a_beat = stall.regular and (stall.count > 2 or stall.what)  # any two do
-    if keeps_a_beat and round(stall.every) > 1:  # else they came one after the other, and then no more
-        return f"Every {count(stall.every)} steps"
-    return f"{stall.count} times"
-
-
-def of_stall(rare: RareStep) -> Iterator[str]:
-    """Why such a step takes long, and what fixing it gains a step, averaged over those between that do not stall."""
-    if not rare.causes:
-        busy = share(rare.ledger.get(COMPUTING, 0), rare.plain_step)
-        yield f"In step {rare.step}, which was recorded, the GPU computes {busy} of the time. No fix saves much there."
-    for number, cause in enumerate(rare.causes[:CAUSES_SHOWN]):
-        before, after = rare.plain_step, cause.predicted.step
-        fixed = f"fixed, such a step takes {transition(before, after)}"
-        yield f"{_cause(cause)} · {fixed}, which saves {duration(rare.gain_of(cause.predicted))} per step on average"
-        code = fix_line(cause)
-        if code and code not in [fix_line(one) for one in rare.causes[:number]]:
-            yield f"fix: {code}"
-
-
 def _cause(cause: Cause) -> str:
     source = source_of(cause.where)
     text = f": {words.cut(source.text, 60)}" if source else ""
     return f"{look(cause.cause).name}{words.at(cause.where, 50)}{text}"
-
-
-def of_change(first: Diagnosis, later: ChangedSteps) -> Iterator[str]:
-    """Since when, by how much, and what has changed most; with what to do where that is a cause that grew."""
-    now = later.diagnosis
-    step = f"{duration(now.plain_step)} instead of {duration(first.plain_step, now.plain_step)}"
-    new, place = _new(first, now), _changed_most(first, now)
-    if new:
-        what = f"{_cause(new)}, which cost nothing before (without it {duration(new.predicted.step)})"
-    else:
-        what = _what_changed(place, first, now)
-    yield f"From step {later.since} on a step takes {step}, {change(first.plain_step, now.plain_step)}: {what}"
-    grew = now.ledger.get(place, 0) > first.ledger.get(place, 0)
-    grown = next((one for one in now.causes if grew and one.cause == place), None)
-    if (cause := new or grown) and (code := fix_line(cause)):
-        yield f"fix: {code}"
-
-
-def _new(first: Diagnosis, now: Diagnosis) -> Cause | None:
-    """A cause that was not there before, and whose fixing gives back most of what was lost since."""
-    before, lost = {one.cause for one in first.causes}, now.plain_step - first.plain_step
-    new = [one for one in now.causes if one.cause not in before]
-    return next((one for one in new if lost > 0 and 2 * (now.plain_step - one.predicted.step) >= lost), None)
-
-
-def _changed_most(first: Diagnosis, now: Diagnosis) -> str:
-    """Of the places that a step's time goes to, the one that has moved the way the step has."""
-    longer = 1 if now.plain_step >= first.plain_step else -1
-    places = dict.fromkeys([*now.ledger, *first.ledger])
-    return max(places, key=lambda place: longer * (now.ledger.get(place, 0) - first.ledger.get(place, 0)))
-
-
-def _what_changed(place: str, first: Diagnosis, now: Diagnosis) -> str:
-    was, is_now = first.ledger.get(place, 0), now.ledger.get(place, 0)
-    cause = next((one for run in (now, first) for one in run.causes if one.cause == place), None)
-    where = _cause(cause) if cause else look(place).name
-    return f"{where}, {transition(was, is_now)} of it"
 
 
 # While the program runs

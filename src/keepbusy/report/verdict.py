@@ -14,7 +14,7 @@ from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_EN
 from keepbusy.report.run_report import PlanRow
 from keepbusy.report.source import source_of
 from keepbusy.report.words import look, tame
-from keepbusy.timeline.figures import duration, every, share, span_of, transition
+from keepbusy.timeline.figures import duration, share, span_of, transition
 from keepbusy.timeline.model import NONE
 
 HEIGHT, WIDTH = 12, 80
@@ -142,8 +142,7 @@ def _reason(diagnosis: Diagnosis, first: PlannedFix) -> str:
     sentence = look(cause).sentence if cause else ""
     sentence = sentence.removesuffix(" in the loop") if diagnosis.one_turn else sentence
     where = f"In the loop at {short_place(Where.of(first.loop.partition(' (')[0]))}: " if first.loop else ""
-    often = f"{every(first.every, 'iteration').capitalize()}: " if first.every else ""
-    return f"{where}{often}{sentence}." if sentence else tame(first.reason)
+    return f"{where}{sentence}." if sentence else tame(first.reason)
 
 
 def _nothing_to_save(diagnosis: Diagnosis) -> str:
@@ -173,7 +172,7 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
     places = [_place(row.fix.where) for row in shown]
     if max(map(len, places)) > room:
         places = [_place(row.fix.where, most_lines=1) for row in shown]
-    is_narrow = max(map(len, places)) > room or any(row.fix.every for row in shown)
+    is_narrow = max(map(len, places)) > room
     items = list[Text]()
     for number, (row, place, name, prediction) in enumerate(zip(shown, places, names, predictions, strict=True), 1):
         style = PLACE + (link_to(row.fix.where[0]) if place else "")
@@ -185,9 +184,8 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
             below = [Text(f"     {code}", FAINT)] if len(shown) == 1 and (code := _code(row.fix, width - 5)) else []
         else:
             text = Text.assemble((f"{number}  ", STRONG), (tame(name, width - 5 - len(prediction)), STRONG))
-            rarely = f", {every(row.fix.every, 'iteration')}" if row.fix.every else ""
-            code = _code(row.fix, width - 5 - len(place + rarely))
-            below = [Text.assemble("   ", (place, style), (f"{rarely}  {code}".rstrip(), FAINT))]
+            code = _code(row.fix, width - 5 - len(place))
+            below = [Text.assemble("   ", (place, style), (f"  {code}".rstrip(), FAINT))]
         text.append(" " * max(2, width - text.cell_len - len(prediction)))
         items += [text.append(prediction, GAIN), *below]
     if total := _total(diagnosis, rows):
@@ -295,8 +293,7 @@ def summary(diagnosis: Diagnosis) -> Summary:
     headline = ""
     if rows and savings[largest] > 0:
         row = rows[largest]
-        often = every(row.fix.every, "iteration") if row.fix.every else "per iteration"
-        headline = f"{transition(row.before, row.after)} {often}"
+        headline = f"{transition(row.before, row.after)} per iteration"
         if diagnosis.one_turn:
             is_run_known = row.run_after != NONE
             before, after = (row.run_before, row.run_after) if is_run_known else (row.before, row.after)

@@ -133,7 +133,6 @@ _FIXES = {
     "size_buckets": "try other DDP bucket sizes",
     "turn_off_broadcasts": "turn off DDP buffer broadcasts",
     "tell_sizes": "pass the output size",
-    "work_a_round_ahead": "let ranks run one round ahead",
     "use_processes": "use processes, not threads",
 }
 

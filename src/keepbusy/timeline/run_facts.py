@@ -15,8 +15,8 @@ from keepbusy.timeline.files import typed
 
 NONE = -1
 """What nobody knows, or what is not there."""
-STALL, DRIFT, SCRIPT = "stall", "drift", "script"
-"""Beside LOOP: why a further window was opened."""
+SCRIPT = "script"
+"""Beside LOOP: why a window was opened, as recorders did before runs were logged whole."""
 RUN, LOOP, LINE, IMPORTS, FIRST_USE = "run", "loop", "line", "imports", "first use of the GPU"
 """What a part of the run is."""
 SIMULATED_TURNS = 4096
@@ -79,7 +79,6 @@ class RunFacts:
     one_turn: bool = False  # a script without steps, which is explained whole
     traced: bool = False  # by a profiler, for whatever its user wanted: perhaps a single call
     marks_a_step: int = 0  # how many marks make one step, where the plain step is several of them
-    left_out_steps: tuple[int, ...] = ()  # steps that stalled, and are explained elsewhere
     cluster: Cluster | None = None  # of which only some ranks are kept whole
     first_steps: int = 0  # of a virtual run, that are not like those that follow, and are no longer marked
     loop: str = ""  # the one whose turns are the steps, where the run's tree of loops tells: file:line
@@ -146,14 +145,9 @@ class CutShort:
 class WindowReason:
     """Why a window was recorded that is not that of the first steps."""
 
-    why: str  # STALL: one was foreseen; DRIFT: steps have changed for good; LOOP: another loop; SCRIPT: no loop at all
-    step: int | None = None  # of a stall: in which it was foreseen
-    stall: RareStall | None = None
-    began: int | None = None  # of a drift: since which step
+    why: str  # LOOP: another loop; SCRIPT: no loop at all
     place: str = ""  # of a loop: where it stands
     since: int = 0  # of a script: how long the run had gone on when it began
-    share: float | None = None  # of a drift: of the time of all steps, what has passed since
-    number: int = 0  # of those that several ranks opened at the same turns
 
 
 @dataclass(frozen=True)
@@ -193,34 +187,6 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class RareStall:
-    """What makes a step far longer than its neighbours, now and then, always at the same place."""
-
-    what: str  # "checkpoint", "garbage collection", "input", or "" where only the place is known
-    count: int
-    every: float  # steps from one to the next, typically; 0 where there was only one
-    regular: bool  # whether it comes after the same number of steps each time
-    time: int  # how much longer such a step takes than its neighbours, typically
-    total: int  # of all of them
-    share: float  # of the time of all plain steps
-    lines: tuple[str, ...] = ()  # of the program, from the outside in, as in "train.py(41): main"
-    library: str = ""  # the library's line that the innermost of them called
-    loop: int = NONE  # which of the lines is the loop's own, where that is known
-    last: int = NONE  # the step in which it came last, the run's first one being 1
-
-    @property
-    def is_foreseen(self) -> bool:
-        """Whether it is known in which steps it comes, and beside which. Of what comes every third step all are."""
-        return self.regular and round(self.every) > 3
-
-    def comes_in(self, step: int) -> bool:
-        """Whether one that is foreseen comes in this step, or in one beside it."""
-        every = max(1, round(self.every))
-        apart = (step - self.last) % every
-        return min(apart, every - apart) <= 1
-
-
-@dataclass(frozen=True)
 class Course:
     """How steps went over the run, a row for every `each` of them in a row."""
 
@@ -250,7 +216,6 @@ class PlainRun:
     requests: float = 0.0  # for memory from the driver, a step, after the warm-up
     retries: int = 0  # of allocations that found the memory full, after the warm-up
     delayed: float = 0.0  # share of the run in which the program's thread was ready and had no processor
-    stalls: tuple[RareStall, ...] = ()  # by share, the largest first
     course: Course = Course()
     fault: str = ""  # why marks ended before the run did
 

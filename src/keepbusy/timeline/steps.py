@@ -6,10 +6,7 @@ the commands it enqueued, whenever they ran.
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 import numpy as np
-import numpy.typing as npt
 
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import STEP_MARKS, Role, source_line
@@ -23,8 +20,6 @@ ONE_CALL = (
     "The trace shows nothing that comes again, as the steps of a loop do: all of it is explained as one step, "
     "with whatever happens only the first time."
 )
-RARE_STEP = 1.25
-"""A rare step takes half as long again as others; recorded, the others may have lost more to it."""
 OTHER_PART = 0.1
 """Stretches whose numbers of commands differ by more are different parts of a step."""
 _SETTLING = 0.5
@@ -151,36 +146,6 @@ def without_timer_reads(timeline: Timeline) -> Timeline:
     ).change_facts(notes=(*timeline.facts.notes, note))
 
 
-def step_alone(timeline: Timeline, wanted: Container[int]) -> Timeline | None:
-    """Of these steps, as the recorder numbered them, the one with most to do; None where that is as much as usual."""
-    count = min((len(timeline.marks_of(one)) for one in timeline.ranks), default=0)
-    numbers = (timeline.facts.recorded or ())[:count]  # nothing may have followed the last mark
-    if len(numbers) < max(2, count):
-        return None
-    done = _work_of_steps(timeline)[: len(numbers) - 1]
-    longest = int(np.argmax(done))
-    others = np.delete(done, longest)
-    came = not len(others) or done[longest] > RARE_STEP * np.median(others)
-    if not came or numbers[longest + 1] not in wanted:
-        return None
-    return _cut(timeline, count, np.array([longest, longest + 1]))
-
-
-def without_steps(timeline: Timeline, unwanted: Container[int]) -> Timeline:
-    """Without the steps of these numbers, as the recorder counts them, that have far more to do than the others."""
-    numbers = timeline.facts.recorded or ()
-    if any(len(timeline.marks_of(one)) != len(numbers) for one in timeline.ranks):
-        return timeline
-    took = np.diff(timeline.spans.start[timeline.marks_of(timeline.ranks[0])])
-    done = _work_of_steps(timeline)[: len(took)]
-    listed = np.array([number in unwanted for number in numbers[1:]], bool)
-    dropped = np.flatnonzero(listed & (done > RARE_STEP * np.median(done)))
-    if not len(dropped) or len(took) - len(dropped) < 2:
-        return timeline
-    left_out = tuple(numbers[step + 1] for step in dropped.tolist())
-    return _without(timeline, dropped).change_facts(left_out_steps=left_out)
-
-
 def _without(timeline: Timeline, dropped: Ints) -> Timeline:
     """Without these steps, by number, of each rank."""
     kept = ~np.isin(_step_of_rows(timeline), dropped)
@@ -230,14 +195,6 @@ def from_mark(timeline: Timeline, first: int, last: int | None = None) -> Timeli
     """Marked only from this mark of each rank on, and up to another one."""
     left = tuple(one - first for one in timeline.facts.beside if first <= one and (last is None or one < last))
     return timeline.marked(timeline.marks_of(one)[first:last] for one in timeline.ranks).change_facts(beside=left)
-
-
-def _work_of_steps(timeline: Timeline) -> npt.NDArray[np.float64]:
-    """All work of each step, of the host and of the device: a step that waits for the one before is no longer one."""
-    step, mine = _step_of_rows(timeline), timeline.rank_of_rows == timeline.ranks[0]
-    counted = mine & (step >= 0)
-    count = len(timeline.marks_of(timeline.ranks[0]))
-    return np.bincount(step[counted], timeline.spans.work[counted], count).astype(np.float64)
 
 
 def _step_of_rows(timeline: Timeline) -> Ints:
