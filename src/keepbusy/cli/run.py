@@ -99,7 +99,7 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print no report: the run is kept by --save")
     parser.add_argument("--page", metavar="OUT.html", type=Path, help="draw the run on a page, to look at and to send")
     parser.add_argument(
-        "--live", action="store_true", help="on a real GPU: show the step, the lead and the worst line while it runs"
+        "--live", action="store_true", help="on a real GPU: show the loops so far and the worst line while it runs"
     )
     parser.add_argument(
         "--memory", action="store_true", help="on a real GPU: note what takes its memory, too; --page draws it"
