@@ -56,13 +56,14 @@ def both() -> str:
 
 
 WATCHED = "fourth/rank0_saves.busy"
+PLANNED = "fourth/both_late.busy"
 VIEWS = {
     "timeline": View(lambda: html(ITEM), "#timeline", act=gap_and_fix),
     "timeline_dark": View(lambda: html(COPY), "#timeline", scheme="dark", act=first_fix),
     "timeline_narrow": View(lambda: html(ITEM), "#timeline", width=390, act=gap_and_fix),
     "timeline_of_two": View(both, "#timeline", act=first_fix),
-    "first_screen": View(lambda: html(WATCHED), "#headline"),
-    "first_screen_narrow": View(lambda: html(WATCHED), "#headline", width=390),
+    "first_screen": View(lambda: html(PLANNED), "#headline"),
+    "first_screen_narrow": View(lambda: html(PLANNED), "#headline", width=390),
     "timeline_of_streams": View(lambda: html("prefetched.busy"), "#timeline"),
     "plan": View(lambda: html(COPY), "#plan", act=first_fix),
     "plan_narrow_dark": View(lambda: html(COPY), "#plan", width=390, scheme="dark"),

@@ -66,7 +66,7 @@ def test_it_begins_with_the_verdict(item: Any) -> None:
     assert item.title() == "item_every_step.busy · keepbusy"
 
 
-@pytest.mark.parametrize("name", ["public/vae.stalled.busy", "fourth/rank0_saves.busy", "sixth/tar_shards.busy", COPY])
+@pytest.mark.parametrize("name", ["public/vae.stalled.busy", "fourth/both_late.busy", "sixth/tar_shards.busy", COPY])
 def test_the_page_and_the_terminal_say_the_same(name: str, opened: Any) -> None:
     """Also how many more places there are, and what all fixes save together."""
     page, said = opened(html(name)), verdict.summary(told(name))
@@ -480,7 +480,7 @@ LINES_OF_THE_HEADLINE = """() => {
 }"""
 
 
-@pytest.mark.parametrize("name", [ITEM, "fourth/rank0_saves.busy"])
+@pytest.mark.parametrize("name", [ITEM, "fourth/both_late.busy"])
 def test_a_headline_fits_a_phone_on_one_line(name: str, opened: Any) -> None:
     assert opened(html(name), width=390, height=844).evaluate(LINES_OF_THE_HEADLINE) == 1
 
