@@ -138,10 +138,11 @@ def test_a_log_that_begins_again_goes_on(logged) -> None:
         """
         client = load()
         client.client_launch(64, 1, 0)
-        assert hostlog.stop() == ""
-        client.client_launch(64, 2, 0)
         again = folder / "again"
         again.mkdir()
+        assert hostlog.start(again) == "keepbusy records this process already"
+        assert hostlog.stop() == ""
+        client.client_launch(64, 2, 0)
         why = hostlog.start(again); assert not why, why
         client.client_launch(64, 3, 0)
         assert hostlog.stop() == ""

@@ -168,12 +168,12 @@ LINES = {
     "timeline": 3034,
     "traces": 2413,
     "instrument": 3587,
-    "log": 2922,
+    "log": 2918,
     "virtual": 9265,
     "explain": 4467,
     "report": 3320,
     "runtime": 6530,
-    "cli": 3905,
+    "cli": 3920,
     "fix": 7028,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""

@@ -163,6 +163,29 @@ def test_a_rank_that_left_no_log_is_missing_from_the_report(two_ranks: Path, mon
     assert missing == ["rank 1 is missing from this report: It took no step."]
 
 
+def test_a_rank_that_could_not_be_logged_says_why(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    (second := two_ranks / "second").mkdir()
+    (second / program.WHY_NOT).write_text("The run is not recorded: there is no C compiler.")
+    program.shared_logs(second)
+    assert left_by(0, two_ranks / "first", monkeypatch) == [
+        "rank 1 is missing from this report: The run is not recorded: there is no C compiler."
+    ]
+
+
+def test_of_a_rank_that_waited_too_long_the_time_of_day_tells_its_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    served = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served.set("keepbusy/1/0", b"log")
+    served.set("keepbusy/1", f"rank1.tar 1 {program._clock_ahead() - 10**12}")
+    monkeypatch.setattr(program, "_ANSWERS_WITHIN", 0.01)
+    program._receive(served, 1, tmp_path)
+    assert (tmp_path / "rank1.tar").read_bytes() == b"log"
+    assert int((tmp_path / "rank1.clock").read_text()) == pytest.approx(10**12, abs=10**9)
+
+
 def test_a_rank_of_another_host_sends_its_log_and_what_its_clock_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ BEGIN = """
 import sys
 from pathlib import Path
 from keepbusy.log import program_log
-log, why = program_log.start_all(Path(sys.argv[1]))
+log, why = program_log.start(Path(sys.argv[1]), with_children=True)
 assert not why, why
 """
 

@@ -123,7 +123,7 @@ def test_whatever_ends_the_program_its_end_is_its_own_and_the_report_is_made(
 def test_who_interrupts_it_before_the_program_has_begun_sees_it_die_of_the_signal(record) -> None:
     interrupted = (
         "import os, signal\nimport keepbusy.log.program_log as log\n"
-        "log.start_all = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "log.start = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
     )
     done = record("print('not reached')\n", also=interrupted)
     assert (done.returncode, "not reached" in done.stdout) == (-signal.SIGINT, False)

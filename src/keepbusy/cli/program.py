@@ -114,9 +114,9 @@ def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespa
         over()
 
     ending = Ending(finish)  # registered before the exit handlers of all that PyTorch imports: it runs after them
-    from keepbusy.log.program_log import start_all
+    from keepbusy.log.program_log import start
 
-    log, why = start_all(folder, options.memory)
+    log, why = start(folder, options.memory, with_children=True)
     if why:
         (folder / WHY_NOT).write_text(f"The run is not recorded: {why}.", encoding="utf-8")
     code = program()
@@ -333,7 +333,8 @@ class StandardStreams:
 PATIENCE = 30.0
 """Seconds that the first rank waits for the others' timelines once its own program has ended."""
 _POLL = 0.05
-_CLOCK_READINGS = 16
+_CLOCK_READINGS, _ANSWERS_WITHIN = 16, 5.0
+"""So often another host's clock is asked for, and seconds until it has answered or is gone."""
 PIECE = 4 << 20
 """Bytes: the store of torchrun's agents takes no message of more than eight megabytes."""
 MEETING = "KEEPBUSY_MEETING"
@@ -395,11 +396,15 @@ def shared_logs(folder: Path) -> list[str]:
     """Leave the logs of this rank's processes for the first rank, in whose folder those of all ranks are then. Returns
     which are missing."""
     left = meeting_place() / f"rank{rank()}.tar"
-    unfinished = left.with_suffix(".part")
-    with tarfile.open(unfinished, "w") as archive:
-        for process in folder.iterdir() if rank() != 0 else ():
-            archive.add(process, f"rank{rank()}-{process.name}")
-    unfinished.rename(left)
+    if (why := folder / WHY_NOT).exists():
+        left = left.with_suffix(".txt")
+        _say([why.read_text(encoding="utf-8")], left)
+    else:
+        unfinished = left.with_suffix(".part")
+        with tarfile.open(unfinished, "w") as archive:
+            for process in folder.iterdir() if rank() != 0 else ():
+                archive.add(process, f"rank{rank()}-{process.name}")
+        unfinished.rename(left)
     found, missing = _brought_together(left, ".tar")
     for path in found:
         with tarfile.open(path) as archive:
@@ -482,10 +487,11 @@ def _send(store: Any, path: Path) -> None:
     begins = range(0, len(content), PIECE)
     for begin in begins:
         store.set(f"{key}/{begin}", content[begin : begin + PIECE])
-    store.set(key, f"{path.name} {len(begins)}")
-    for number in range(_CLOCK_READINGS):
-        store.get(f"{key}/ask{number}")
-        store.set(f"{key}/clock{number}", str(time.perf_counter_ns()))
+    store.set(key, f"{path.name} {len(begins)} {_clock_ahead()}")
+    with suppress(RuntimeError):  # the first rank is not there yet, or not any more
+        for number in range(_CLOCK_READINGS):
+            store.get(f"{key}/ask{number}")
+            store.set(f"{key}/clock{number}", str(time.perf_counter_ns()))
     path.rename(path.with_suffix(".sent"))
     if len([*path.parent.glob("*.sent")]) == _of_this_host():
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -495,9 +501,17 @@ def _receive(store: Any, one: int, folder: Path) -> None:
     """As if it had been left here, once it has been sent."""
     key = f"keepbusy/{one}"
     if store.check([key]):
-        name, pieces = store.get(key).decode().split()
-        (folder / name).with_suffix(".clock").write_text(str(_clock_behind(store, key)))
+        name, pieces, ahead = store.get(key).decode().split()
+        behind = _clock_ahead() - int(ahead)  # by what both hosts take for the time of day
+        with suppress(RuntimeError):  # it has waited for long, and gone
+            behind = _clock_behind(store, key)
+        (folder / name).with_suffix(".clock").write_text(str(behind))
         (folder / name).write_bytes(b"".join(store.get(f"{key}/{place * PIECE}") for place in range(int(pieces))))
+
+
+def _clock_ahead() -> int:
+    """Nanoseconds by which this host's clock is ahead of the time of day."""
+    return time.perf_counter_ns() - time.time_ns()
 
 
 def _clock_behind(store: Any, key: str) -> int:
@@ -506,6 +520,7 @@ def _clock_behind(store: Any, key: str) -> int:
     for number in range(_CLOCK_READINGS):
         asked = time.perf_counter_ns()
         store.set(f"{key}/ask{number}", "")
+        store.wait([f"{key}/clock{number}"], timedelta(seconds=_ANSWERS_WITHIN))
         its = int(store.get(f"{key}/clock{number}"))
         took = time.perf_counter_ns() - asked
         readings.append((took, asked + took // 2 - its))

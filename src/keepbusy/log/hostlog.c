@@ -1159,6 +1159,10 @@ void hostlog_pause(int paused) {
     atomic_store(&on, !paused && rows_file >= 0 && !atomic_load(&stopped));
 }
 
+int hostlog_is_on(void) {
+    return atomic_load(&on);
+}
+
 /* NULL, or why it had stopped before. */
 const char *hostlog_stop(void) {
     if (atomic_exchange(&on, false)) {

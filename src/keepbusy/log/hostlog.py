@@ -79,6 +79,8 @@ def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
     if library is None:
         return f"{_path()} is missing"
     if _STARTED:
+        if library.hostlog_is_on():
+            return "keepbusy records this process already"
         for name in _FILES:
             (folder / name).hardlink_to(_STARTED[0] / name)
         why = stop()

@@ -220,16 +220,16 @@ def collective_of(log: DriverLog) -> NDArray[np.int64]:
     ended = log.begin + log.took
     in_group = dict[int, int]()  # by thread: the first call of its group
     for row in np.flatnonzero(np.isin(kinds, (*COLLECTIVES, "group_start", "group_end"))).tolist():
-        mine, call = int(thread[row]), row
+        caller, call = int(thread[row]), row
         if kinds[row] == "group_start":
-            in_group[mine] = -1
+            in_group[caller] = -1
             continue
         if kinds[row] == "group_end":
-            call = in_group.pop(mine, -1)
-        elif mine in in_group:
-            in_group[mine] = row if in_group[mine] < 0 else in_group[mine]
+            call = in_group.pop(caller, -1)
+        elif caller in in_group:
+            in_group[caller] = row if in_group[caller] < 0 else in_group[caller]
             continue
         inside = np.arange(row, np.searchsorted(log.begin, ended[row], side="right"))
-        inside = inside[(kinds[inside] == "launch") & (thread[inside] == mine)]
+        inside = inside[(kinds[inside] == "launch") & (thread[inside] == caller)]
         found[inside] = call
     return found

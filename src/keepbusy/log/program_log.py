@@ -176,28 +176,22 @@ class ProgramLog:
             memory_history.save(self.folder)
 
 
-def start(folder: Path, memory: bool = False) -> tuple[ProgramLog | None, str]:
-    """Log this process from now on, or say why that cannot be."""
+def start(folder: Path, memory: bool = False, with_children: bool = False) -> tuple[ProgramLog | None, str]:
+    """Log this process from now on, or say why that cannot be. `with_children`: those that it spawns, too."""
     log = ProgramLog(folder, memory)
-    why = log.begin()
-    if why:
+    if why := log.begin():
         shutil.rmtree(log.folder, ignore_errors=True)
-    return (None, why) if why else (log, "")
-
-
-def start_all(folder: Path, memory: bool = False) -> tuple[ProgramLog | None, str]:
-    """The same, and those processes that this one spawns."""
-    log, why = start(folder, memory)
-    if log is not None:
+        return None, why
+    if with_children:
         follow(be_child, {"folder": str(folder), "memory": memory})
-    return log, why
+    return log, ""
 
 
 def be_child(folder: str, memory: bool) -> None:
     """A process that the program spawned is logged, too."""
     import atexit
 
-    log, _ = start_all(Path(folder), memory)
+    log, _ = start(Path(folder), memory, with_children=True)
     if log is not None:
         atexit.register(log.end)
 
