@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 import keepbusy.log
-from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, device_commands, read_log
+from keepbusy.log.log_file import (
+    RESUMED,
+    THINNED,
+    CallFlag,
+    DriverLog,
+    StackFrame,
+    device_commands,
+    left_out_of,
+    read_log,
+)
 
 LIBRARY = Path(keepbusy.log.__file__).with_name("hostlog.c")
 PARTS = Path(__file__).with_name("hostlog")
@@ -150,6 +159,55 @@ def test_a_log_that_begins_again_goes_on(logged) -> None:
         """
     )
     assert [log.calls[number].grid[0] for number in log.rows["call"]] == [1, 3]
+
+
+def test_what_comes_often_can_be_left_out_for_a_while(logged) -> None:
+    """Graphs and communicators that are made meanwhile are known afterwards."""
+    log = logged(
+        """
+        client = load()
+        client.client_launch(64, 1, 0)
+        hostlog.note(1)
+        hostlog.thin(True)
+        hostlog.thin(True)
+        client.client_launch(64, 2, 0)
+        client.client_copies(4096)
+        client.client_events()
+        client.client_graph()
+        client.client_reduce(1000)
+        hostlog.note(2)
+        hostlog.thin(False)
+        client.client_launch(64, 4, 0)
+        hostlog.note(3)
+        """
+    )
+    graph = ["stream_create", "capture_begin", "launch", "capture_end", "graph_create"]
+    kinds = ["launch", "note", THINNED, *graph, "communicator", "all_reduce", RESUMED, "launch", "note"]
+    assert [*log.kinds()] == kinds
+    assert [*log.rows["value"][log.kinds() == "note"]] == [1, 3]
+    captured = log.rows["flags"] == CallFlag.CAPTURED
+    assert [*log.kinds()[captured]] == ["launch"]
+    left_out = left_out_of(log, ended=0)
+    assert (left_out.begins.tolist(), left_out.ends.tolist()) == (
+        log.begin[log.kinds() == THINNED].tolist(),
+        log.begin[log.kinds() == RESUMED].tolist(),
+    )
+
+
+def test_a_log_that_begins_again_leaves_nothing_out(logged) -> None:
+    log = logged(
+        """
+        client = load()
+        again = folder / "again"
+        again.mkdir()
+        hostlog.thin(True)
+        assert hostlog.start(again) == "keepbusy records this process already"
+        assert hostlog.stop() == ""
+        why = hostlog.start(again); assert not why, why
+        client.client_launch(64, 3, 0)
+        """
+    )
+    assert [*log.kinds()] == [THINNED, RESUMED, "launch"]
 
 
 def test_a_wait_for_all_is_a_row_in_both_forms_that_the_driver_has(logged) -> None:

@@ -7,19 +7,23 @@ import shutil
 import threading
 import time
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from handwritten_log import unpacked
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import keepbusy
 from keepbusy.cli import program
 from keepbusy.instrument import lines
+from keepbusy.instrument.loops import LeftOut
 from keepbusy.log.joined_ranks import rebuild_ranks
-from keepbusy.log.log_file import ROW
+from keepbusy.log.log_file import RESUMED, ROW, THINNED, read_log
 from keepbusy.log.logged_run import read_processes, timeline_of_processes
-from keepbusy.log.program_log import FACTS, LOOKS
+from keepbusy.log.program_log import FACTS, LOOKS, LogPortions
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.steps import without_first_steps
 
@@ -77,6 +81,87 @@ def test_of_a_run_that_went_on_after_its_log_was_full_the_first_part_is_explaine
     assert whole.spans.end.max() <= facts["ended"] - facts["began"]
     assert "11,669 calls, the first 15.26 s of the run" in whole.facts.notes[0]
     assert whole.facts.notes[1].endswith("is not in this report (the log is full).")
+
+
+# of a long run calls are left out
+
+MOMENTS = st.lists(st.integers(0, 10**12), max_size=12, unique=True).map(sorted)
+
+
+@given(MOMENTS, st.lists(st.integers(0, 10**12), min_size=1).map(sorted))
+def test_recorded_time_passes_outside_of_what_was_left_out(moments: list[int], times: list[int]) -> None:
+    left_out = LeftOut(moments[0:-1:2], moments[1::2])
+    passed = [
+        time - sum(max(0, min(time, end) - begin) for begin, end in zip(moments[0:-1:2], moments[1::2], strict=True))
+        for time in times
+    ]
+    assert left_out.recorded(np.array(times)).tolist() == passed
+    inside = left_out.holds(np.array(times))
+    assert inside.tolist() == [
+        any(begin <= time < end for begin, end in zip(moments[0:-1:2], moments[1::2], strict=True)) for time in times
+    ]
+    outside = np.array(times)[~inside]
+    assert left_out.real(left_out.recorded(outside)).tolist() == outside.tolist()
+
+
+@given(st.integers(1, 100_000), st.floats(0.01, 10.0))
+@settings(max_examples=20)
+def test_a_log_has_room_for_a_run_of_any_length(bytes_a_look: int, seconds_a_look: float) -> None:
+    """And some of it for its later hours."""
+    portions, so_far, written = LogPortions(most_bytes=48 << 20), 0, list[int]()
+    for look in range(1, 40_000):
+        time = round(look * seconds_a_look * 1e9)
+        if portions.are_written(time, so_far):
+            so_far += bytes_a_look
+            written.append(look)
+    assert so_far <= 48 << 20
+    assert written[-1] > 40_000 / 2 or so_far > 44 << 20
+    first = [*takewhile(lambda one: one[0] == one[1], zip(written, range(1, 40_000), strict=False))]
+    assert len(first) == len(written) or len(first) * bytes_a_look >= 16 << 20
+
+
+@pytest.fixture
+def thinned(left: Path) -> Path:
+    """As if nothing had been written of half of its steps, a second and a half."""
+    [process] = left.iterdir()
+    rows = np.fromfile(process / "rows", ROW)
+    log = read_log(process)
+    begin, end = log.rows["begin"][np.searchsorted(log.begin, log.begin[-1] - [2_200_000_000, 700_000_000])]
+    kept = rows[(rows["begin"] < begin) | (rows["begin"] >= end)]
+    number = len(log.calls)
+    both = np.zeros(2, ROW)
+    both["begin"], both["call"], both["thread"] = (begin, end), (number + 1, number + 2), 1
+    (process / "rows").write_bytes(np.concatenate([kept, both]).tobytes())
+    with (process / "names").open("a") as names:
+        for more, kind in ((1, THINNED), (2, RESUMED)):
+            names.write(json.dumps({"call": number + more, "kind": kind}) + "\n")
+    return left
+
+
+def test_what_was_left_out_is_part_of_the_run(thinned: Path) -> None:
+    """Steps and the plan are those of what was recorded; where the time went, of all of it."""
+    facts = json.loads((thinned / "706" / FACTS).read_text())
+    whole = timeline(thinned)
+    took = facts["ended"] - facts["began"]
+    assert whole.spans.end[whole.rows_of(0)].max() == pytest.approx(took - 1_500_000_000, abs=4 * 10**7)
+    assert "calls, in 13.84 s of the run's 15.36 s: its first 13.07 s and a later stretch" in whole.facts.notes[0]
+    run = whole.facts.run
+    assert run is not None
+    assert run.time == took
+    told = keepbusy.explain(without_first_steps(whole))
+    assert told.plan[0].predicted.step / 1e6 == pytest.approx(8.3, abs=0.6)
+    assert told.plain_step / 1e6 == pytest.approx(30.8, abs=1)
+
+
+def test_where_the_time_went_is_known_of_what_was_left_out(left: Path, request: pytest.FixtureRequest) -> None:
+    """Fifteen looks tell it, so to a tenth of a second."""
+    before = timeline(left).facts.run
+    after = timeline(request.getfixturevalue("thinned")).facts.run
+    assert before is not None
+    assert after is not None
+    assert after.busy == pytest.approx(before.busy, rel=0.05)
+    times = {part.place: part.time for part in after.parts}
+    assert times == pytest.approx({part.place: part.time for part in before.parts}, abs=2e8)
 
 
 def test_threads_beside_the_program_are_known_by_their_lines(left: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from keepbusy.instrument.loops import LeftOut
 from keepbusy.log.memory_history import HISTORY, columns_of, memory_use
 
 
@@ -24,7 +25,7 @@ def test_what_was_held_is_counted_back_from_the_end(tmp_path: Path) -> None:
     ]
     columns = columns_of(events, allocated=5_024, reserved=9_000, ahead=1_000_000)
     np.savez(tmp_path / HISTORY, **columns)
-    memory = memory_use(tmp_path, began=1_000_000)
+    memory = memory_use(tmp_path, 1_000_000, LeftOut())
     assert memory.time.tolist() == [11_000, 20_000, 30_000]
     assert memory.size.tolist() == [512, -512, 1_024]
     assert memory.allocated.tolist() == [4_512, 4_000, 5_024]
@@ -33,4 +34,4 @@ def test_what_was_held_is_counted_back_from_the_end(tmp_path: Path) -> None:
 
 
 def test_a_run_without_one_holds_nothing(tmp_path: Path) -> None:
-    assert len(memory_use(tmp_path, began=0)) == 0
+    assert len(memory_use(tmp_path, 0, LeftOut())) == 0

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
+from types import CodeType
 
 import numpy as np
 import pytest
 from virtual_programs import clock, operator
 
 from keepbusy.explain import explain
-from keepbusy.instrument.lines import Places
-from keepbusy.instrument.run_loops import RunLoops
+from keepbusy.instrument.lines import LIBRARY, USER, Places, holds_loop, kind_of
+from keepbusy.instrument.loops import LeftOut
+from keepbusy.instrument.run_loops import RunLoops, UnrecordedTime
 from keepbusy.timeline.model import NONE, FrameKind, Timeline
 from keepbusy.timeline.run_facts import IMPORTS, LINE, LOOP, Part
 from keepbusy.timeline.steps import commands_between, whole_steps
@@ -547,3 +550,70 @@ def test_what_the_program_says_of_its_steps_counts_for_more(program: Program) ->
     program.run("for batch in range(8):\n    op(100, 50)\n    backward()\n    step()\n    step()\n")
     told = program.told(announced=True)
     assert (told.facts.loop, len(told.marks)) == ("", 16)
+
+
+# a long run of which stretches are not recorded
+
+
+class LongProgram(Program):
+    """Its clock is that of what is recorded: `op` within a stretch that is left out makes the real time pass alone."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.left_out_so_far = 0
+        self.begins, self.ends = list[int](), list[int]()
+        self.times, self.chains = list[int](), list[tuple[tuple[CodeType, int], ...]]()
+        self.loops = RunLoops(self.moment)
+        self.places = Places(self.clock.place, self.loops.meet)
+
+    def moment(self) -> int:
+        return self.clock.first_thread.moment() + self.left_out_so_far
+
+    def op(self, host: int, device: int = 0, wait: bool = False, recorded: bool = True) -> bool:
+        if recorded:
+            return super().op(host, device, wait)
+        if not self.begins or self.ends[-1] != self.moment():
+            self.begins.append(self.moment())
+            self.ends.append(self.moment())
+        self.times.append(self.moment())
+        lines = [(frame.f_code, line) for frame, line in traceback.walk_stack(sys._getframe(1))]
+        kinds = [LIBRARY if holds_loop(code) else USER for code, _ in lines]
+        kept = [one for one, kind in zip(lines, kinds, strict=True) if kind_of(one[0].co_filename) in (USER, kind)]
+        self.chains.append(tuple(reversed(kept)))
+        self.left_out_so_far += host
+        self.ends[-1] = self.moment()
+        return True
+
+    def told(self, announced: bool = False) -> Timeline:
+        unrecorded = UnrecordedTime(LeftOut(self.begins, self.ends), np.array(self.times), self.chains)
+        lane = self.clock.first_thread.lane
+        return self.loops.told(self.clock.timeline(), self.places.lines, lane, unrecorded=unrecorded)
+
+
+LONG = """\
+op(1000)
+for batch in range(100):
+    op(200, 50, recorded=not 20 <= batch < 90)
+    op(100, recorded=not 20 <= batch < 90)
+for batch in range(10):
+    op(300, 222, recorded=batch < 5)
+"""
+
+
+@pytest.mark.skipif(not COUNTS, reason="nothing is left out where Python does not count")
+def test_a_tree_is_of_the_whole_run_and_steps_are_of_what_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = LongProgram(tmp_path)
+    run = program.run(LONG)
+    assert loops(run) == {"train.py:2": 100, "train.py:5": 10}
+    first, second = (part for part in run.parts if part.kind == LOOP)
+    recorded, left_out = 222 + 100, 200 + 100  # to launch takes the host 22
+    assert (first.time, second.time) == (30 * recorded + 70 * left_out, 5 * 322 + 5 * 300)
+    assert run.time == program.moment() + 222 + 10  # what the GPU still does
+    assert first.busy == pytest.approx(30 * 50 + 70 * 50 * left_out / recorded, rel=0.1)
+    assert second.busy == pytest.approx(4 * 222 * (1 + 300 / 322), rel=0.1)  # of the fifth when nothing is recorded
+    told = program.told()
+    assert told.spans.end.max() < run.time
+    assert len(told.marks_of(0)) == 30

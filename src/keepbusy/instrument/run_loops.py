@@ -15,10 +15,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from keepbusy.instrument.lines import TORCH, USER, holds_loop, kind_of
 from keepbusy.instrument.loop_counts import IS_COUNTED
@@ -37,7 +37,7 @@ from keepbusy.instrument.loop_tree import (
     turns_of_loops,
     worth_a_look,
 )
-from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, Line, Looks, Monitor, TurnCounters
+from keepbusy.instrument.loops import LOOKS_IN_ONE_FRAME, LeftOut, Line, Looks, Monitor, TurnCounters
 from keepbusy.instrument.source_loops import SourceLoops
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Mask, Timeline
@@ -58,6 +58,16 @@ FEWEST_MARKS = 3
 
 Chain = tuple[Line, ...]
 """Where the program is, from the outside in."""
+
+
+class UnrecordedTime(NamedTuple):
+    """What is known of stretches that left no calls. Times since the run's first moment."""
+
+    left_out: LeftOut
+    times: Ints
+    """Looks within them."""
+    chains: Sequence[tuple[tuple[CodeType, int], ...]]
+    """Where the program was at each, from the outside in: codes and lines."""
 
 
 class RunLoops:
@@ -101,15 +111,18 @@ class RunLoops:
         wires: Mapping[int, int] | None = None,
         announced: bool = False,
         exact: Mask | None = None,
+        unrecorded: UnrecordedTime | None = None,
     ) -> Timeline:
         """A run so far with its tree, its marks at the turns of the loop that trains, and a few turns of other loops.
 
         `lines`: of the names of frames their code and number; `lane`: the thread that began it; `wires`: of rows of
         collectives, how long they were on the wire; `announced`: the program says itself where its steps end;
-        `exact`: frames that tell in which order the program came to its lines, where not all do."""
+        `exact`: frames that tell in which order the program came to its lines, where not all do; `unrecorded`: the tree
+        is of the whole run, all else of what was recorded."""
         visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name), exact)
         sources = SourceLoops(read_source)
-        looks = self._looks_of(visits, sources, int(timeline.spans.end.max(initial=0)))
+        counted = self._looks if unrecorded is None else _in_recorded_time(self._looks, unrecorded.left_out)
+        looks = self._looks_of(counted, visits, sources, int(timeline.spans.end.max(initial=0)))
         turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
         nests = [_nest(chain, looks, sources, turns) for chain in visits.known]
         is_marked, steps_itself = len(timeline.marks) > 0, has_steps(timeline)
@@ -123,16 +136,21 @@ class RunLoops:
         ):  # where steps end is known, else turns would be missing
             nest = ()
         looks = replace(looks, holders=frozenset(code for code, _ in (*nest, *_beside(nest, nests))))
-        told = timeline.change_facts(run=tree_of(looks, busy, sources))
+        if unrecorded is None:
+            tree = tree_of(looks, busy, sources)
+        else:
+            whole = self._of_whole_run(looks, unrecorded)
+            tree = tree_of(whole, _busy_in_whole_run(whole, busy, unrecorded.left_out), sources)
+        told = timeline.change_facts(run=tree)
         loops = innermost_loops(looks, busy, sources) if nest else []
         trains = next((one for one in loops if one.nest[-1] == nest[-1]), None)
         return told if trains is None else _with_marks(told, lane, trains, loops, is_marked)
 
-    def _looks_of(self, visits: _Visits, sources: SourceLoops, ended: int) -> Looks:
+    def _looks_of(self, counted: Looks, visits: _Visits, sources: SourceLoops, ended: int) -> Looks:
         """What a recording would have seen, at every line that the program came to."""
         times, chains = visits.looks()
         looks = replace(
-            self._looks,
+            counted,
             times=times,
             chains=chains,
             known_chains=visits.known,
@@ -147,6 +165,39 @@ class RunLoops:
         known = {Line(*loop) for loop in turns_of_loops(looks, sources)}
         sure = self._counted(sources) if self._is_counted else sure
         return replace(looks, unsure=frozenset(known - sure))
+
+    def _of_whole_run(self, looks: Looks, unrecorded: UnrecordedTime) -> Looks:
+        """With what was seen in stretches that were not recorded."""
+        left_out, known = unrecorded.left_out, list(looks.known_chains)
+        numbers = {chain: number for number, chain in enumerate(known)}
+        inside = list[int]()
+        for chain in unrecorded.chains:
+            lines = tuple(Line(self._number_of(code), line) for code, line in chain)
+            if lines not in numbers:
+                numbers[lines] = len(known)
+                known.append(lines)
+            inside.append(numbers[lines])
+        cut = np.array(looks.times, np.int64)
+        chains = np.array(looks.chains, np.int64)
+        # once a stretch is over, the program is where it was when it began, as far as is known
+        back = chains[np.maximum(0, np.searchsorted(cut, left_out.recorded(left_out.begins), side="right") - 1)]
+        times = np.concatenate([left_out.real(cut), unrecorded.times, left_out.ends])
+        chains = np.concatenate([chains, np.array(inside, np.int64), back])
+        order = np.argsort(times, kind="stable")
+        return replace(
+            looks,
+            times=array("q", times[order].tolist()),
+            chains=array("l", chains[order].tolist()),
+            known_chains=known,
+            longest_stay={line.code: LOOKS_IN_ONE_FRAME for chain in known for line in chain},
+            turns=self._looks.turns,
+            entries=looks.entries | self._looks.entries,
+            passes={
+                line: array("q", left_out.real(np.array(at, np.int64)).tolist()) for line, at in looks.passes.items()
+            },
+            stay=looks.stay and min(STAY, round(STAY_SHARE * (looks.ended + left_out.time))),
+            ended=looks.ended + left_out.time,
+        )
 
     def _counted(self, sources: SourceLoops) -> set[Line]:
         """Loops whose turns Python has counted, from the first one on."""
@@ -189,6 +240,17 @@ class _EarlyTurns:
 
     def end(self) -> None:
         self._monitor.end()
+
+
+def _in_recorded_time(counted: Looks, left_out: LeftOut) -> Looks:
+    """Iterations and calls that ended while the run was recorded."""
+
+    def recorded(moments: array[int]) -> array[int]:
+        times = np.array(moments, np.int64)
+        return array("q", left_out.recorded(times[~left_out.holds(times)]).tolist())
+
+    turns = {loop: recorded(ends) for loop, ends in counted.turns.items()}
+    return replace(counted, turns=turns, entries={code: recorded(one) for code, one in counted.entries.items()})
 
 
 @dataclass(frozen=True)
@@ -430,11 +492,34 @@ def _busy_until(timeline: Timeline, wires: Mapping[int, int]) -> BusyUntil:
     of_devices = [rows[device[rows] == one] for one in np.unique(device[rows])]
     curves = [_reached(start[mine], spans.end[mine]) for mine in of_devices]
 
-    def busy_until(moments: Ints) -> npt.NDArray[np.float64]:
+    def busy_until(moments: Ints) -> NDArray[np.float64]:
         nothing = np.zeros(len(moments))
         return sum((np.interp(moments, *curve) for curve in curves), nothing) / max(1, len(curves))
 
     return busy_until
+
+
+def _busy_in_whole_run(looks: Looks, recorded: BusyUntil, left_out: LeftOut) -> BusyUntil:
+    """In what was left out, at each line the GPU was as busy as it was there, or around it, while it was recorded."""
+    times, chains = np.append(looks.times, looks.ended), np.array(looks.chains, np.int64)
+    inside = left_out.holds(times[:-1])
+    passed, worked = np.diff(times) * ~inside, np.diff(recorded(left_out.recorded(times))) * ~inside
+    of_lines = defaultdict[Chain, NDArray[np.float64]](lambda: np.zeros(2))  # time and work, also of lines around
+    for lines, *of_chain in zip(
+        looks.known_chains,
+        *(np.bincount(chains, one, len(looks.known_chains)) for one in (passed, worked)),
+        strict=True,
+    ):
+        for depth in range(len(lines) + 1):
+            of_lines[lines[:depth]] += of_chain
+
+    def share(lines: Chain) -> float:
+        known = (of_lines[lines[:depth]] for depth in range(len(lines), -1, -1))
+        return float(next((work / time for time, work in known if time), 0.0))
+
+    shares = np.array([share(lines) for lines in looks.known_chains])
+    done = np.append(0, np.cumsum(np.diff(times) * inside * shares[chains]))
+    return lambda moments: recorded(left_out.recorded(moments)) + np.interp(moments, times, done)
 
 
 def _reached(start: Ints, end: Ints) -> tuple[Ints, Ints]:

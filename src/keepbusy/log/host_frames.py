@@ -40,6 +40,10 @@ class SourceLines:
         """`stack`: innermost first."""
         return tuple(self._entry(frame) for frame in reversed([*self._kept(stack)]))
 
+    def code_lines(self, chain: Sequence[StackFrame]) -> tuple[tuple[CodeType, int], ...]:
+        """`chain`: outermost first; kept of it is what is kept of a stack."""
+        return tuple((self._code(frame), frame.line) for frame in reversed([*self._kept(chain[::-1])]))
+
     def of_look(self, chain: Sequence[StackFrame]) -> Chain:
         """`chain`: outermost first, of the program's lines already."""
         return tuple(map(self._entry, chain))

@@ -48,7 +48,7 @@ typedef int result; /* CUresult and ncclResult_t: 0 is success */
     X(stream_create) X(stream_destroy) X(capture_begin) X(capture_end) X(graph_create) X(graph_destroy)                \
     X(allocate) X(free) X(allocate_host) X(free_host) X(register_host) X(unregister_host) X(map_memory)                \
     X(unmap_memory) X(load_code) X(unload_code) X(all_reduce) X(broadcast) X(reduce) X(all_gather) X(reduce_scatter)   \
-    X(send) X(receive) X(group_start) X(group_end) X(communicator) X(note)
+    X(send) X(receive) X(group_start) X(group_end) X(communicator) X(note) X(thinned) X(resumed)
 enum kind {
     NO_KIND,
 #define X(name) KIND_##name,
@@ -79,6 +79,7 @@ enum { FAILED = 1, CAPTURED = 2, PAGEABLE = 4, BLOCKING = 8 };
 /* ---- state ------------------------------------------------------------------------------------------------------- */
 
 static atomic_bool on;                  /* rows are written */
+static atomic_bool thinned;             /* but for those of what comes often */
 static _Atomic(const char *) stopped;   /* why it stopped before the end, or NULL */
 static int rows_file = -1, names_file = -1;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* for what is seldom: chunks, names */
@@ -655,12 +656,23 @@ extern const struct function *const __start_functions[], *const __stop_functions
         __VA_ARGS__;                                                                                                   \
         return r;                                                                                                      \
     }
+/* Graphs and communicators must be known when rows are written again. */
+static inline bool left_out(enum kind kind, u8 flags) {
+    return atomic_load_explicit(&thinned, memory_order_relaxed) && !(flags & CAPTURED) &&
+           (kind <= KIND_event_wait || (kind >= KIND_allocate && kind <= KIND_unmap_memory) || kind == KIND_note);
+}
+
 #define PUT(call, value, stream) put(call, stack, begin, took, (u64)(uintptr_t)(value), stream, flags)
-#define ROW(kind, value, stream) PUT(call_number(KIND_##kind, NULL, NULL), value, stream_number(stream, own))
-#define HOST_ROW(kind, value) PUT(call_number(KIND_##kind, NULL, NULL), value, 0)
+#define ROW(kind, value, stream)                                                                                       \
+    if (!left_out(KIND_##kind, flags))                                                                                 \
+    PUT(call_number(KIND_##kind, NULL, NULL), value, stream_number(stream, own))
+#define HOST_ROW(kind, value)                                                                                          \
+    if (!left_out(KIND_##kind, flags))                                                                                 \
+    PUT(call_number(KIND_##kind, NULL, NULL), value, 0)
 #define LAUNCH(function, gx, gy, gz, bx, by, bz, shared, stream)                                                       \
     flags |= captured(stream);                                                                                         \
     struct shape shape = {{gx, gy, gz}, {bx, by, bz}, shared};                                                         \
+    if (!left_out(KIND_launch, flags))                                                                                 \
     PUT(call_number(KIND_launch, function, &shape), 0, stream_number(stream, own))
 #define COPY(kind, bytes, stream, more)                                                                                \
     flags |= captured(stream) | (more);                                                                                \
@@ -1150,8 +1162,16 @@ const char *hostlog_start(int rows, int names, u64 most_bytes, int counter, cons
 
 /* The program says what it does now: `value` means something to it, and stands in a row with its stack. */
 void hostlog_note(u64 value) {
-    if (atomic_load(&on))
+    if (atomic_load(&on) && !left_out(KIND_note, 0))
         put(call_number(KIND_note, NULL, NULL), stack_hash(), now(), 0, value, 0, 0);
+}
+
+/* Rows of what comes often are left out from now on, or written again. */
+void hostlog_thin(int thin) {
+    if (!atomic_load(&on) || atomic_load(&thinned) == !!thin)
+        return;
+    put(call_number(thin ? KIND_thinned : KIND_resumed, NULL, NULL), 0, now(), 0, 0, 0, 0);
+    atomic_store(&thinned, thin);
 }
 
 /* Calls that are made meanwhile leave no row. */

@@ -85,6 +85,7 @@ def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
             (folder / name).hardlink_to(_STARTED[0] / name)
         why = stop()
         pause(False)
+        thin(False)
         return why
     files = [os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) for name in _FILES]
     layout = _layout(library)
@@ -109,6 +110,12 @@ def pause(paused: bool) -> None:
     """Calls made meanwhile leave no row."""
     if (library := _library()) is not None:
         library.hostlog_pause(paused)
+
+
+def thin(thinned: bool) -> None:
+    """Calls leave no row from now on, or leave one again; graphs and communicators are written all along."""
+    if (library := _library()) is not None:
+        library.hostlog_thin(thinned)
 
 
 def note(value: int) -> None:

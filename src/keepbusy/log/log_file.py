@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from keepbusy.instrument.loops import LeftOut
+
 CLOCK = "clock"
 """In the folder of a process of another host: nanoseconds by which its clock is behind."""
 ROW = np.dtype(
@@ -22,6 +24,10 @@ ROW = np.dtype(
 """`struct row` of the library."""
 IN_UNITS_OF_1024 = np.uint32(1 << 31)
 """A bit of `took`: it counts units of 1024 ticks, not ticks."""
+
+
+THINNED, RESUMED = "thinned", "resumed"
+"""Kinds of rows that stand where calls began to leave no row, and where they left one again."""
 
 
 class CallFlag(IntFlag):
@@ -91,6 +97,14 @@ class DriverLog:
         """Of each row."""
         kinds = np.array(["", *(self.calls[number].kind for number in range(1, len(self.calls) + 1))])
         return kinds[self.rows["call"]]
+
+
+def left_out_of(log: DriverLog, ended: int) -> LeftOut:
+    """`ended`: when the run did; 0 where it is not known, and it is told as far as it was recorded."""
+    kinds = log.kinds()
+    begins, ends = log.begin[kinds == THINNED].tolist(), log.begin[kinds == RESUMED].tolist()
+    ends = [*(end for end in ends if begins and end > begins[0]), *filter(None, [ended])]
+    return LeftOut(begins[: len(ends)], ends[: len(begins)])
 
 
 def read_log(folder: Path) -> DriverLog:

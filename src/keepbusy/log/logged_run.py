@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -15,10 +16,11 @@ import numpy as np
 from keepbusy.instrument.lines import TEXTS, set_program
 from keepbusy.instrument.loop_counts import CodeObjects, counted
 from keepbusy.instrument.loop_tree import read_source
-from keepbusy.instrument.run_loops import RunLoops
+from keepbusy.instrument.loops import LeftOut
+from keepbusy.instrument.run_loops import RunLoops, UnrecordedTime
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import CLOCK, DriverLog, StackFrame, read_log
+from keepbusy.log.log_file import CLOCK, RESUMED, THINNED, DriverLog, StackFrame, left_out_of, read_log
 from keepbusy.log.log_timeline import HostSide, LogTimeline
 from keepbusy.log.memory_history import memory_use
 from keepbusy.log.profiler_window import CallOperators, learn_from_windows
@@ -27,7 +29,7 @@ from keepbusy.log.rebuild import RebuiltRun, rebuild
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import STEP_MARKS
-from keepbusy.timeline.model import NONE, Lane, Spans, Timeline
+from keepbusy.timeline.model import NONE, Ints, Lane, Spans, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import CutShort, LoaderUse, Part, RunFacts
 from keepbusy.timeline.steps import without_first_steps
@@ -49,8 +51,10 @@ class LoggedProcess:
     folder: Path
     facts: dict[str, Any]
     log: DriverLog
+    """In recorded time, as the times of `facts` are."""
     times: KernelTimes
     operators: CallOperators
+    left_out: LeftOut
 
     @property
     def rank(self) -> int:
@@ -90,14 +94,28 @@ def _process(folder: Path) -> LoggedProcess | None:
     TEXTS.update(facts.get("texts", {}))
     if facts.get("program"):
         set_program(facts["program"])
+    left_out = left_out_of(log, facts.get("ended", 0))
+    if len(left_out):
+        log = replace(log, begin=left_out.recorded(log.begin))
+        facts = _in_recorded_time(facts, left_out)
     times, operators = learn_from_windows(log, folder, facts.get("windows", ()))
-    return LoggedProcess(folder, facts, log, times, operators)
+    return LoggedProcess(folder, facts, log, times, operators, left_out)
 
 
 def _without_own_thread(log: DriverLog, thread: int) -> DriverLog:
-    """The thread that looks on calls the driver, too, through the profiler."""
+    """The thread that looks on calls the driver, too, through the profiler. It also says where calls are left out."""
     numbers = [line["thread"] for line in log.threads if line["id"] == thread]
-    return log.take(~np.isin(log.rows["thread"], numbers))
+    return log.take(~np.isin(log.rows["thread"], numbers) | np.isin(log.kinds(), (THINNED, RESUMED)))
+
+
+def _in_recorded_time(facts: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
+    moments = ("clock", "opens", "closed")
+    windows = [
+        window | {name: left_out.recorded_at(window[name]) for name in moments if name in window}
+        for window in facts.get("windows", ())
+    ]
+    ended = left_out.recorded_at(facts["ended"]) if facts.get("ended") else 0
+    return facts | {"windows": windows, "ended": ended}
 
 
 def timeline_in(folder: Path, source: str, missing: Sequence[str] = ()) -> Timeline:
@@ -134,14 +152,15 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     codes = CodeObjects(read_source)
     began = int(facts.get("began", 0)) or int(log.begin[0])
     times, chains = _looks(process.folder)
+    inside = process.left_out.holds(times)
     ended = int((log.begin + log.took).max()) if process.has_stopped else int(facts.get("ended", 0))
     host = HostSide(
         began=began,
         ended=ended,
         notes=facts.get("notes", ("",)),
         operators=process.operators,
-        look_times=times,
-        look_chains=chains,
+        look_times=process.left_out.recorded(times[~inside]).tolist(),
+        look_chains=[*compress(chains, ~inside)],
         codes=codes,
     )
     cut_short = facts.get("cut_short")
@@ -160,13 +179,23 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     loops = RunLoops(counted=counted(process.folder, codes, began))
     loops.of_other_threads(*_other_threads(process.folder, codes))
     announced = any(name.startswith(STEP_MARKS[:2]) for name in host.notes)
-    timeline = loops.told(timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames)
-    timeline = timeline.change(memory=memory_use(process.folder, began))
-    return _without_windows(timeline, facts.get("windows", ()), began)
+    unrecorded = None
+    if len(process.left_out):
+        seen = [built.source_lines.code_lines(chain) for chain in compress(chains, inside)]
+        unrecorded = UnrecordedTime(process.left_out - began, times[inside] - began, seen)
+    timeline = loops.told(
+        timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames, unrecorded=unrecorded
+    )
+    timeline = timeline.change(memory=memory_use(process.folder, began, process.left_out))
+    cuts = process.left_out.recorded(process.left_out.begins).tolist()
+    return _without_windows(
+        timeline, [*facts.get("windows", ()), *({"opens": cut, "closed": cut} for cut in cuts)], began
+    )
 
 
 def _without_windows(timeline: Timeline, windows: Sequence[dict[str, int]], began: int) -> Timeline:
-    """Iterations in which the profiler looked on are slower than others: they are left out."""
+    """Iterations in which the profiler looked on are slower than others: they are left out, as are those of which a
+    part was not recorded."""
     marks = timeline.marks_of(timeline.ranks[0])
     starts = timeline.spans.start[marks]
     slowed = {*timeline.facts.beside}
@@ -179,12 +208,12 @@ def _without_windows(timeline: Timeline, windows: Sequence[dict[str, int]], bega
     return timeline.change_facts(beside=tuple(sorted(slowed)))
 
 
-def _looks(folder: Path) -> tuple[Sequence[int], Sequence[tuple[StackFrame, ...]]]:
+def _looks(folder: Path) -> tuple[Ints, Sequence[tuple[StackFrame, ...]]]:
     if not (folder / LOOKS).exists():
-        return (), ()
+        return np.zeros(0, np.int64), ()
     with np.load(folder / LOOKS) as left:
         names = json.loads(left["names"].tobytes())
-        times, chains = left["times"].tolist(), left["chains"].tolist()
+        times, chains = left["times"], left["chains"].tolist()
     codes = names["codes"]
     known = [
         tuple(StackFrame(codes[code][0], line, codes[code][1]) for code, line in chain) for chain in names["chains"]
@@ -215,10 +244,10 @@ def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:
 
 
 def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
-    calls = sum(int((one.log.kinds() != "note").sum()) for one in processes)
+    calls = sum(int((~np.isin(one.log.kinds(), ("note", THINNED, RESUMED))).sum()) for one in processes)
     errors = np.concatenate([run.errors() for run in runs])
     known = float(np.mean([run.known for run in runs]))
-    took = sum(int(one.facts.get("ended", 0)) - int(one.facts.get("began", 0)) for one in processes)
+    took = sum(int(one.facts.get("ended", 0)) - int(one.facts.get("began", 0)) + one.left_out.time for one in processes)
     cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
     if len(errors) >= _TELLING:
         closes = f"rebuilt within {100 * float(np.median(errors)):.1f}% of {len(errors):,} real waits"
@@ -227,6 +256,11 @@ def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun
         closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if apart else ""
     stopped = next((one for one in processes if one.has_stopped), None)
     part = f"the first {duration(_recorded(stopped))} of the run" if stopped is not None else "all of the run"
+    if len(left_out := processes[0].left_out):  # there is no other
+        first = duration(int(left_out.begins[0]) - int(processes[0].facts["began"]))
+        later = int((left_out.ends < int(processes[0].facts["began"]) + took).sum())
+        part = f"in {duration(took - left_out.time)} of the run's {duration(took)}: its first {first}"
+        part += f" and {later} later stretches" if later > 1 else " and a later stretch" if later else ""
     kernels = f"{known:.0%} of kernel times known" if known < _MOST_KNOWN else ""
     windows = f"the profiler's windows held it up for {cost:.1%} of the time"
     return f"{'; '.join(filter(None, [f'recorded: {calls:,} calls, {part}', closes, kernels, windows]))}."

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +24,7 @@ import numpy as np
 from keepbusy.instrument import ENDED
 from keepbusy.instrument.lines import TEXTS, program_path
 from keepbusy.instrument.loader_uses import Loaders
-from keepbusy.instrument.loop_counts import LoopCounts
+from keepbusy.instrument.loop_counts import IS_COUNTED, LoopCounts
 from keepbusy.instrument.loops import LoopWatch
 from keepbusy.instrument.patches import Function, Patches, called_plainly, left_alone, when_imported
 from keepbusy.instrument.processes import follow, rank_and_world
@@ -40,6 +41,10 @@ LEAVES = 0
 """The note that ends what was noted last."""
 _QUIET, _LETS_GO = "99", "TEARDOWN_CUPTI"
 _WRITES_EVERY = 20_000_000_000
+_WHOLE_BYTES, _STRETCH_BYTES, _LATER = 16 << 20, 2 << 20, 1.4
+"""Of rows: so many are written from the beginning on, half a million calls; then stretches of 65,536 calls each, the
+next one when the run has lasted so many times as long. So a run of hours fits into what is explained in half a minute.
+"""
 
 
 class ProgramLog:
@@ -60,6 +65,7 @@ class ProgramLog:
         self.is_going_on = False
         self._write_at = self._began + _WRITES_EVERY
         self._notes_memory = memory
+        self._portions = LogPortions()
 
     def begin(self) -> str:
         """Returns why it cannot, or an empty string."""
@@ -84,9 +90,18 @@ class ProgramLog:
         was_open = self._windows.is_open
         self._windows.think()
         now = time.perf_counter_ns()
+        self._thin(now)
         if (was_open and not self._windows.is_open) or now > self._write_at:
             self._write_at = now + _WRITES_EVERY
             self._leave()
+
+    def _thin(self, now: int) -> None:
+        """Leave out calls of a long run whose iterations are counted; not of ranks, which must know of each other's.
+        Never within what is annotated, for its end would have no beginning, and not while the profiler looks on."""
+        may = IS_COUNTED and rank_and_world()[1] == 1 and not self._windows.is_open
+        if may and self._notes.nothing_goes_on():
+            bytes_so_far = (self.folder / "rows").stat().st_size
+            hostlog.thin(not self._portions.are_written(now - self._began, bytes_so_far))
 
     def _hook_in(self) -> None:
         """Whatever goes wrong here is ours, and no business of the program's."""
@@ -204,6 +219,25 @@ def _device() -> str:
     return ""
 
 
+class LogPortions:
+    """Which parts of a long run are written: its beginning, and stretches of it ever more rarely."""
+
+    def __init__(self, most_bytes: int = hostlog.MOST_BYTES) -> None:
+        self._until, self._most = _WHOLE_BYTES, most_bytes - 2 * _STRETCH_BYTES
+        self._next = 0
+
+    def are_written(self, time: int, so_far: int) -> bool:
+        """`time`: since the beginning; `so_far`: bytes that were written."""
+        if self._next:
+            if time < self._next or so_far >= self._most:
+                return False
+            self._until, self._next = so_far + _STRETCH_BYTES, 0
+        elif so_far >= self._until:
+            self._next = round(_LATER * time)
+            return False
+        return True
+
+
 class _Notes:
     """What PyTorch annotates, as it does for its profiler: optimizers, loaders; also backward passes, whose calls come
     from threads of PyTorch's own, and steps that the program announces."""
@@ -213,7 +247,12 @@ class _Notes:
         self.names: list[str] = [""]
         self._passed = passed
         self._numbers: dict[str, int] = {}
+        self._going_on: dict[int, int] = {}
+        """Of each thread, how many have begun and not ended."""
         self._patches = Patches()
+
+    def nothing_goes_on(self) -> bool:
+        return not any([*self._going_on.values()])
 
     def begin(self) -> None:
         import torch
@@ -237,10 +276,14 @@ class _Notes:
         if number is None:
             self.names.append(name)
             number = self._numbers[name] = len(self.names) - 1
+        thread = threading.get_ident()
+        self._going_on[thread] = self._going_on.get(thread, 0) + 1
         hostlog.note(number)
 
     def _leaves(self) -> None:
         hostlog.note(LEAVES)
+        thread = threading.get_ident()
+        self._going_on[thread] = max(0, self._going_on.get(thread, 0) - 1)  # it may have begun before the log
 
     def _entering(self, original: Function) -> Function:
         def enter(annotation: Any) -> Any:
