@@ -46,8 +46,11 @@ def build() -> str:
         path = _path()
     except (OSError, RuntimeError) as error:
         return f"there is no place for its library ({error})"
-    if path.exists():
-        return ""
+    return "" if path.exists() else compile_into(path)
+
+
+def compile_into(path: Path) -> str:
+    """Returns why it cannot, or an empty string."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return "there is no C compiler; install gcc"
