@@ -552,6 +552,30 @@ def test_what_the_program_says_of_its_steps_counts_for_more(program: Program) ->
     assert (told.facts.loop, len(told.marks)) == ("", 16)
 
 
+def test_time_of_which_a_look_tells_stands_at_its_line_in_its_loop(program: Program) -> None:
+    """Between two calls the program was at a line that called nothing: a sample says so, and nobody knows how often."""
+    program.run("""\
+def main():
+    for batch in range(100):
+        op(1000)
+        op(200, 50)
+        op(100, 50)
+main()
+""")
+    timeline = program.clock.timeline()
+    exact = np.array(
+        [": main" not in timeline.names[name] or "(3)" not in timeline.names[name] for name in timeline.frames.name]
+    )
+    lane = program.clock.first_thread.lane
+    run = program.loops.told(timeline, program.places.lines, lane, exact=exact).facts.run
+    assert run is not None
+    assert loops(run) == {"train.py:2": 100}
+    [loop] = [part for part in run.parts if part.kind == LOOP]
+    assert loop.time >= 100 * 1300
+    assert loop.lines[0].place == "train.py:3"
+    assert loop.lines[0].time == 100 * 1000
+
+
 # a long run of which stretches are not recorded
 
 

@@ -119,10 +119,11 @@ class RunLoops:
         collectives, how long they were on the wire; `announced`: the program says itself where its steps end;
         `exact`: frames that tell in which order the program came to its lines, where not all do; `unrecorded`: the tree
         is of the whole run, all else of what was recorded."""
-        visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name), exact)
+        visits = _Visits.of(timeline, lane, lambda name: self._line(lines, name))
+        in_order = visits if exact is None else _Visits.of(timeline, lane, lambda name: self._line(lines, name), exact)
         sources = SourceLoops(read_source)
         counted = self._looks if unrecorded is None else _in_recorded_time(self._looks, unrecorded.left_out)
-        looks = self._looks_of(counted, visits, sources, int(timeline.spans.end.max(initial=0)))
+        looks = self._looks_of(counted, visits, in_order, sources, int(timeline.spans.end.max(initial=0)))
         turns, busy = turns_of_loops(looks, sources), _busy_until(timeline, wires or {})
         nests = [_nest(chain, looks, sources, turns) for chain in visits.known]
         is_marked, steps_itself = len(timeline.marks) > 0, has_steps(timeline)
@@ -146,8 +147,9 @@ class RunLoops:
         trains = next((one for one in loops if one.nest[-1] == nest[-1]), None)
         return told if trains is None else _with_marks(told, lane, trains, loops, is_marked)
 
-    def _looks_of(self, counted: Looks, visits: _Visits, sources: SourceLoops, ended: int) -> Looks:
-        """What a recording would have seen, at every line that the program came to."""
+    def _looks_of(self, counted: Looks, visits: _Visits, in_order: _Visits, sources: SourceLoops, ended: int) -> Looks:
+        """What a recording would have seen, at every line that the program came to. `in_order`: those visits of which
+        it is known that no other came between."""
         times, chains = visits.looks()
         looks = replace(
             counted,
@@ -158,7 +160,7 @@ class RunLoops:
             stay=min(STAY, round(STAY_SHARE * ended)),
             ended=ended,
         )
-        passes, entries, sure = _read_off(visits, looks, sources)
+        passes, entries, sure = _read_off(in_order, looks, sources)
         # as where entries are counted, the one at which a code was met first is none of them
         entries = {code: times[1:] for code, times in entries.items()} | looks.entries
         looks = replace(looks, passes=passes, entries=entries)
