@@ -12,16 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keepbusy
+from keepbusy.instrument.loop_counts import CodeObjects
+from keepbusy.instrument.loop_tree import read_source
+from keepbusy.instrument.run_loops import RunLoops
 from keepbusy.log.host_frames import Visits, frames_of
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, StackFrame
 from keepbusy.log.log_timeline import HostSide, LogTimeline, timeline_of_log
 from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators
+from keepbusy.log.program_log import BACKWARD_PASS
 from keepbusy.log.rebuild import rebuild
 from keepbusy.timeline.model import EVERY_LANE, NONE, PENDING_LIMIT, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
-from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.timeline.run_facts import LOOP, RunFacts
 
 
 def timeline(written: HandwrittenLog, begins: tuple[float, ...] = ()) -> Timeline:
@@ -285,6 +289,53 @@ def test_each_thread_with_python_has_a_lane_of_its_own() -> None:
     found = told_with(written, HostSide())
     assert [lane.name for lane in found.lanes] == ["program", "", "thread 1"]
     assert host_frames(found, 2)[-1] == ("train.py(12): <module>", 20, 30)
+
+
+def test_python_in_a_backward_pass_stands_at_the_line_that_waits_for_it() -> None:
+    """A hook, or a checkpoint, is called in a thread of PyTorch's own, most of whose calls have no stack."""
+    hook = StackFrame("train.py", 30, "backward")
+    written = HandwrittenLog(stacks={1: (MAIN,), 2: (hook,)})
+    written.call("note", value=1, took=0, stack=1)
+    for stack in (0, 2, 2):
+        written.call("launch", 1, took=10, stack=stack, thread=7)
+    written.call("note", value=0, took=0, stack=1)
+    written.call("launch", 1, took=10, stack=1)
+    found = told_with(written, HostSide(notes=("", BACKWARD_PASS)))
+    assert [lane.name for lane in found.lanes] == ["program", ""]
+    main = "train.py(9): <module>"
+    assert host_frames(found) == [
+        (f"{main} | {BACKWARD_PASS}", 0, 10),
+        (f"{main} | {BACKWARD_PASS} | train.py(30): backward", 10, 20),
+        (f"{main} | {BACKWARD_PASS} | train.py(30): backward", 20, 30),
+        (main, 30, 40),
+    ]
+
+
+def test_what_is_annotated_is_a_part_of_its_loop(tmp_path: Path) -> None:
+    """As the forward pass of a model in DistributedDataParallel."""
+    file = tmp_path / "train.py"
+    file.write_text("def forward():\n    op()\nfor batch in range(9):\n    forward()\n    op()\n")
+    in_loop, forward = (StackFrame(str(file), line, name) for line, name in ((4, "<module>"), (2, "forward")))
+    after = StackFrame(str(file), 5, "<module>")
+    written = HandwrittenLog(stacks={1: (in_loop,), 2: (forward, in_loop), 3: (after,)})
+    for _ in range(9):
+        written.call("note", value=1, took=0, stack=1)
+        written.call("launch", 1, took=20, stack=2)
+        written.call("note", value=0, took=0, stack=1)
+        written.call("launch", 1, took=10, stack=3)
+    log = written.log()
+    taught = times(log, 2, 50)
+    host = HostSide(notes=("", "DistributedDataParallel.forward"), codes=CodeObjects(read_source))
+    built = LogTimeline(log, rebuild(log, taught), taught, 0, RunFacts(logged=True), host)
+    found = built.timeline(np.zeros(0, np.int64))
+    run = RunLoops().told(found, built.source_lines.of_name, 0, exact=built.exact_frames).facts.run
+    assert run is not None
+    [loop] = [part for part in run.parts if part.kind == LOOP]
+    assert loop.time == pytest.approx(9 * 30 * US, abs=20 * US)
+    assert {Path(line.place).name: round(line.time / US) for line in loop.lines} == {
+        "train.py:4": 180,
+        "train.py:5": 90,
+    }
 
 
 def test_a_large_copy_from_pageable_memory_ends_with_its_call() -> None:

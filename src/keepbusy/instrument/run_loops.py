@@ -272,7 +272,12 @@ class _Visits:
         frames = timeline.frames
         is_line = np.append(frames.kind == FrameKind.LINE, False)  # the last place: of no frame
         parent = np.append(frames.parent, NONE)
-        outer, known = np.where(is_line[parent], parent, NONE), list[Chain]([()])
+        around = parent.copy()  # of each frame the line that it is in, whatever stands in between
+        while (up := (around != NONE) & ~is_line[around]).any():
+            around[up] = parent[around[up]]
+        # on the virtual GPU what an annotation holds begins with the program's outermost line again
+        outer = around if timeline.facts.logged else np.where(is_line[parent], parent, NONE)
+        known = list[Chain]([()])
         chain = np.zeros(len(parent), np.int64)
         level = is_line & (outer == NONE)
         while level.any():
@@ -280,12 +285,9 @@ class _Visits:
             keys = chain[outer[rows]] * len(timeline.names) + frames.name[rows]
             distinct, place = np.unique(keys, return_inverse=True)
             chain[rows] = len(known) + place
-            for around, name in zip(*(one.tolist() for one in np.divmod(distinct, len(timeline.names))), strict=True):
-                known.append((*known[around], line_of(timeline.names[name])))
+            for before, name in zip(*(one.tolist() for one in np.divmod(distinct, len(timeline.names))), strict=True):
+                known.append((*known[before], line_of(timeline.names[name])))
             level = is_line & level[outer] & (outer != NONE)
-        around = parent.copy()  # of each frame the line that it is in, whatever stands in between
-        while (up := (around != NONE) & ~is_line[around]).any():
-            around[up] = parent[around[up]]
         told = is_line[:-1] & (frames.lane == lane)
         rows = np.flatnonzero(told if exact is None else told & exact)
         inner, starts = rows + 1, np.append(frames.start, NONE)

@@ -78,6 +78,8 @@ class SourceLoops:
 
     def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
         """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""
+        if target >= len(code.co_code):  # its source is not here, so this code stands for another
+            return None
         while dis.opname[code.co_code[target]] == "EXTENDED_ARG":  # what belongs to the instruction after it
             target += 2
         iterates = dis.opname[code.co_code[target]] in ("FOR_ITER", "GET_ANEXT")

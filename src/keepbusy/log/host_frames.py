@@ -80,6 +80,7 @@ class Chains:
         self.known: list[Chain] = [()]
         self._numbers: dict[Chain, int] = {(): NOWHERE}
         self._of_stack: dict[int, Chain] = {0: ()}
+        self._beneath: dict[tuple[int, int], int] = {}
 
     def number(self, chain: Chain) -> int:
         found = self._numbers.get(chain)
@@ -104,9 +105,16 @@ class Chains:
             reached = upto
         return (*chain, *lines[reached:])
 
-    def waiting_for_backward(self, noted: Noted) -> int:
-        """The stack that waits for a backward pass: PyTorch's own threads, which run no Python, call for it."""
-        return next((stack for number, stack in reversed(noted) if self._name(number) == BACKWARD_PASS), 0)
+    def beneath(self, stack: int, noted: Noted) -> int:
+        """The stack of what PyTorch's own threads call, perhaps in Python, beneath that which waits for a backward
+        pass. New stacks have numbers below 0."""
+        waiting = next((waits for number, waits in reversed(noted) if self._name(number) == BACKWARD_PASS), 0)
+        if not stack or not waiting:
+            return stack or waiting
+        number = self._beneath.setdefault((stack, waiting), -1 - len(self._beneath))
+        if number not in self._of_stack:
+            self._of_stack[number] = (*self._of(waiting), *self._of(stack))
+        return number
 
     def _name(self, note: int) -> str:
         """Of a process that was killed, the latest are not known."""

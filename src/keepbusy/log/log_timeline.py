@@ -62,6 +62,8 @@ _ELEMENT_SIZES = {0: 1, 1: 1, 4: 8, 5: 8, 6: 2, 8: 8, 9: 2, 10: 1, 11: 1}
 _KINDS = {"launch": Kind.KERNEL, "set_memory": Kind.FILL}
 _PAGEABLE, _BLOCKING = (int(flag) for flag in (CallFlag.PAGEABLE, CallFlag.BLOCKING))
 _HOST_LANE = 0
+_THREADS_BEGIN_IN = ("<module>", "_run_module_as_main", "Thread._bootstrap")
+"""The outermost function of a stack, in a thread that Python began."""
 _LONG_GAP = 50_000
 """Nanoseconds between two calls for which it is asked what the host did."""
 _CALL, _COMMANDS, _WAIT = 1 << 40, 1 << 41, 1 << 42
@@ -144,7 +146,7 @@ class LogTimeline:
         self._collective = collective_of(log)
         streams = np.unique(log.rows["stream"][run.issuers]).tolist()
         self._lanes = {stream: 1 + number for number, stream in enumerate(streams)}
-        self._lane_of_row = self._threads()
+        self._lane_of_row, self._is_own_thread = self._threads()
         flags, has_commands = log.rows["flags"], np.zeros(len(log.rows), bool)
         has_commands[run.issuers] = True
         ran = flags & (CallFlag.CAPTURED | CallFlag.FAILED) == 0
@@ -154,14 +156,21 @@ class LogTimeline:
         self._is_note = self._kinds == "note"
         self._is_waited_for = self._is_launch & _is_waited_for(log, self._kinds)
 
-    def _threads(self) -> Ints:
-        """The lane of each row. A thread without Python is PyTorch's own and works for the one with most calls."""
-        thread, has_stack = self._log.rows["thread"], self._log.rows["stack"] != 0
-        found, counts = np.unique(thread[has_stack], return_counts=True)
-        lane_of = np.zeros(256, np.int64)
-        for place, number in enumerate(found[np.argsort(-counts, kind="stable")][1:].tolist()):
-            lane_of[number] = 1 + len(self._lanes) + place
-        return lane_of[thread]
+    def _threads(self) -> tuple[Ints, Mask]:
+        """The lane of each row, and whether its thread is one that Python began. All others are PyTorch's own and work
+        for the one with most calls, also where they call Python, as for a hook in a backward pass."""
+        thread, stack = self._log.rows["thread"], self._log.rows["stack"]
+        found, counts = np.unique(thread[stack != 0], return_counts=True)
+        found = found[np.argsort(-counts, kind="stable")]
+        own = [number for number in found.tolist() if self._is_pythons(np.unique(stack[thread == number]))]
+        lane_of, is_own = np.zeros(256, np.int64), np.zeros(256, bool)
+        for place, number in enumerate(own or found[:1].tolist()):
+            lane_of[number], is_own[number] = len(self._lanes) + place if place else _HOST_LANE, True
+        return lane_of[thread], is_own[thread]
+
+    def _is_pythons(self, stacks: Ints) -> bool:
+        outermost = (self._log.stacks[number][-1:] for number in stacks.tolist() if number in self._log.stacks)
+        return any(frame.function in _THREADS_BEGIN_IN for frames in outermost for frame in frames)
 
     def _number(self, name: str) -> int:
         return self._names.setdefault(name, len(self._names))
@@ -229,9 +238,7 @@ class LogTimeline:
         reached = np.concatenate([[0.0], latest])[:-1]
         begin = np.maximum(begin, reached)
         state, states = self._noted(rows)
-        waiting = np.array([self._chains.waiting_for_backward(one) for one in states], np.int64)
-        stack = log.rows["stack"][rows].astype(np.int64)
-        stack = np.where(stack == 0, waiting[state], stack)
+        stack = self._stacks_beneath(rows, state, states)
         keys, of_key = different_rows(*self._keys[rows].T)
         operators = [self._host.operators.of(CallKey(*key)) for key in keys.tolist()]
         which = np.where(self._is_note[rows], NONE, of_key)
@@ -248,6 +255,16 @@ class LogTimeline:
         )
         return _HostEvents(rows, begin, np.maximum(begin, latest), reached, *columns)
 
+    def _stacks_beneath(self, rows: Ints, state: Ints, states: Sequence[Noted]) -> Ints:
+        """The stack of each row. In PyTorch's own threads it begins where a backward pass is waited for."""
+        stack = self._log.rows["stack"][rows].astype(np.int64)
+        beneath = np.flatnonzero((stack == 0) | ~self._is_own_thread[rows])
+        if len(beneath):
+            pairs, which = different_rows(stack[beneath], state[beneath])
+            found = [self._chains.beneath(number, states[noted]) for number, noted in pairs.tolist()]
+            stack[beneath] = np.array(found, np.int64)[which]
+        return stack
+
     def _noted(self, rows: Ints) -> tuple[Ints, list[Noted]]:
         """Of each row of a thread, what went on until then; by number."""
         states, numbers = list[Noted]([()]), dict[Noted, int]({(): 0})
@@ -255,8 +272,8 @@ class LogTimeline:
         now: Noted = ()
         after = [0]
         values, stacks = (self._log.rows[name][rows[notes]].tolist() for name in ("value", "stack"))
-        for value, stack in zip(values, stacks, strict=True):
-            now = (*now, (value, stack)) if value else now[:-1]
+        for value, stack, is_own in zip(values, stacks, self._is_own_thread[rows[notes]].tolist(), strict=True):
+            now = (*now, (value, stack if is_own else self._chains.beneath(stack, now))) if value else now[:-1]
             if now not in numbers:
                 numbers[now] = len(states)
                 states.append(now)
@@ -334,7 +351,7 @@ class LogTimeline:
     def _divided(self, events: _HostEvents) -> list[_Stay]:
         """Long times between two calls in which more is known than the call that comes next."""
         rows, log, chains = events.row, self._log, self._chains
-        with_python = np.flatnonzero(log.rows["stack"][rows] != 0)
+        with_python = np.flatnonzero((log.rows["stack"][rows] != 0) & self._is_own_thread[rows])
         stacks = log.rows["stack"][rows].tolist()
         kinds = [(stacks[before], stacks[after]) for before, after in pairwise(with_python)]
         times = np.array(self._host.look_times, np.int64) - self._origin
