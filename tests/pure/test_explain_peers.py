@@ -227,6 +227,33 @@ def test_what_the_program_averages_by_hand_leaves_with_all_that_is_called_for_it
     assert "3 times per iteration too often" in cause(found, "exposed_collective").what
 
 
+@pytest.mark.parametrize("wrapped", ["layers", "blocks"])
+def test_blocks_are_sharded_whole_where_each_layer_is(wrapped: str) -> None:
+    """Twelve blocks of six layers: Python is at work for FSDP 72 times, and could be twelve times."""
+
+    def body(run: Run) -> None:
+        for block in range(12):
+            for layer in range(6):
+                name = f"blocks.{block}.layer{layer}" if wrapped == "layers" else f"layer{6 * block + layer}"
+                with inside(run, "train.py(98): main", f"FSDP::all_gather ({name})"):
+                    for rank in run.ranks:
+                        run.on(rank).launch(5, host=500)
+                    run.collective(20, 1 * MB, stream=7)
+                with inside(run, "train.py(99): main"):
+                    for rank in run.ranks:
+                        run.on(rank).launch(20, host=100)
+
+    found = told(body, ranks=2)
+    fixes = [one for one in found.plan if one.fix == "shard_blocks"]
+    if wrapped == "blocks":
+        assert fixes == []
+        return
+    assert fixes == [found.plan[0]]
+    assert [str(place) for place in fixes[0].where] == ["train.py:98"]
+    assert fixes[0].reason.startswith("72 groups of parameters are gathered for 12 blocks.")
+    assert fixes[0].predicted.step == near(12 * 500 + 72 * 100, 0.1)
+
+
 def test_what_fsdp_gathers_for_each_micro_batch_are_no_gradients() -> None:
     """Its forward passes call for them along the same path each time, also in the turn that begins behind the last."""
 

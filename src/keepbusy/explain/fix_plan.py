@@ -11,6 +11,7 @@ of a network, which do need each other, multiply matrices.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -329,7 +330,8 @@ def candidates(scene: Scene, found: Mapping[str, Finding]) -> list[Candidate]:
     for same in named.values():  # of one remedy not more than a few; the last of them takes in the rest
         rest = same[PLACES_APART:]
         found_here += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
-    return [*found_here, *(_of_pipeline(scene) if scene.among_ranks else ())]
+    among_ranks = (*_of_pipeline(scene), *_of_small_shards(scene)) if scene.among_ranks else ()
+    return [*found_here, *among_ranks]
 
 
 def _of_cause(scene: Scene, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
@@ -498,6 +500,56 @@ def _of_rounds(scene: Scene) -> Iterator[Candidate]:
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
         cause = "exposed_collective" if remedy.fix == "send_together" else "launch_bound"
         yield Candidate(remedy, tuple(mine), (cause,), edit, bounds=limits, reason=said)
+
+
+_SHARDS_OF = re.compile(r"FSDP::.*?(?:\(| for )((?:.+\.)?\d+)\.([^)]+)\)?$")
+"""What FSDP does for one of its groups of parameters: the block, of those that a model has several of, and the part."""
+
+
+def _of_small_shards(scene: Scene) -> Iterator[Candidate]:
+    """FSDP over each layer of a block, as one group for the whole block: what is done for the first of its layers is
+    done once for all of them, and what travels, travels together."""
+    groups = list(_shards_of_blocks(scene))
+    if not groups:
+        return
+    expected, *bounds = (as_one(scene, groups, stays) for stays in (MERGED_WORK, 0.0, 1.0))
+    places = places_of(scene, expected)
+    per_step = scene.steps * len(scene.timeline.ranks)
+    reason = f"{sum(one.times for one in groups) / per_step:,.0f} groups of parameters are gathered for "
+    reason += f"{len(groups) / per_step:,.0f} blocks."
+    limits = tuple(one.edit for one in bounds)
+    yield Candidate(
+        PARTICULAR["whole_blocks"], tuple(places), ("launch_bound",), expected.edit, bounds=limits, reason=reason
+    )
+
+
+def _shards_of_blocks(scene: Scene) -> Iterator[CallRounds]:
+    """Of each block in each step, whose layers are groups of their own: the host's rows for each."""
+    timeline = scene.timeline
+    parts = [_SHARDS_OF.match(name) for name in timeline.names]
+    number = {part: place for place, part in enumerate(dict.fromkeys(one.groups() for one in parts if one))}
+    if not number:
+        return
+    of_name = np.array([NONE if one is None else number[one.groups()] for one in parts], np.int64)
+    part_of_frame = of_name[timeline.frames.name].tolist()
+    for frame, parent in enumerate(timeline.frames.parent.tolist()):  # parents stand before what they hold
+        if part_of_frame[frame] == NONE != parent:
+            part_of_frame[frame] = part_of_frame[parent]
+    of_row = np.array([*part_of_frame, NONE], np.int64)[timeline.spans.frame]
+    part = np.where(timeline.on_device, NONE, of_row)
+    blocks = list(dict.fromkeys(block for block, _ in number))
+    block_of_part = np.array([blocks.index(block) for block, _ in number], np.int64)
+    rank = timeline.rank_of_rows
+    for one in timeline.ranks:
+        rows = np.flatnonzero((part != NONE) & (rank == one))
+        step = np.searchsorted(timeline.marks_of(one), rows, side="right")
+        block = block_of_part[part[rows]]
+        for key in np.unique(step * len(blocks) + block).tolist():
+            mine = rows[step * len(blocks) + block == key]
+            found, first = np.unique(part[mine], return_index=True)
+            of_first = part[mine] == found[np.argmin(first)]
+            if len(found) > 1 and (scene.command[mine[of_first]] != NONE).any():
+                yield CallRounds(len(found), mine[of_first], mine[~of_first], np.zeros(0, np.int64))
 
 
 def _asked_of_rounds(scene: Scene, rounds: Sequence[CallRounds]) -> Remedy:

@@ -103,6 +103,7 @@ _FIXES = {
     "drop_sync": "remove the synchronization",
     "expand_segments": "use expandable segments",
     "fuse_optimizer": "use a fused optimizer",
+    "shard_blocks": "shard blocks, not layers",
     "gather_ahead": "prefetch FSDP's all-gathers",
     "graph": "capture as a CUDA graph",
     "keep_activations": "keep activations on the GPU",
