@@ -638,7 +638,47 @@ def rounds_of(scene: Scene) -> list[CallRounds]:
         inside = around[one.call]
         inside = inside[(inside > begins[-1]) & (inside < goes_on[-1])]
         rounds.append(CallRounds(one.times, begins, goes_on, inside[~launches[inside]]))
-    return rounds
+    return _with_backward(scene, rounds)
+
+
+_BACKWARD_OF = re.compile(r"(\w+?)Backward\d*$")
+"""The backward pass of an operator, as PyTorch calls it: of `aten::index`, IndexBackward0."""
+
+
+def _with_backward(scene: Scene, rounds: Sequence[CallRounds]) -> list[CallRounds]:
+    """With what the backward pass of the same step does for them: as often, for one of their operators, in a row."""
+    timeline, frames = scene.timeline, scene.timeline.frames
+    forward = [name.removeprefix("aten::").replace("_", "") for name in timeline.names]
+    matches = [_BACKWARD_OF.fullmatch(name) for name in timeline.names]
+    backward = ["" if match is None else match[1].lower() for match in matches]
+    passes = np.flatnonzero(np.array([*map(bool, backward)], bool)[frames.name])
+    lanes, found = timeline.rank_of_lanes, list[CallRounds]()
+    for one in rounds:
+        last, rank = int(np.concatenate([one.first, one.others]).max()), int(timeline.rank_of_rows[one.first[0]])
+        marks = timeline.marks_of(rank)
+        mark = np.searchsorted(marks, last, side="right")
+        ends = timeline.spans.start[marks[mark]] if mark < len(marks) else timeline.spans.end.max()
+        begins, around = timeline.spans.end[last], np.unique(timeline.spans.frame[one.first])
+        operators = {
+            forward[frames.name[up]] for frame in around[around != NONE].tolist() for up in frames.around(frame)
+        }
+        here = passes[(frames.start[passes] >= begins) & (frames.end[passes] <= ends)]
+        here = here[lanes[frames.lane[here]] == rank]
+        mine = [
+            same
+            for same in (here[frames.name[here] == name] for name in np.unique(frames.name[here]).tolist())
+            if len(same) == one.times and backward[frames.name[same[0]]] in operators
+        ]
+        more = [np.zeros(0, np.int64)] * 2
+        if mine:
+            starts, until = np.sort(frames.start[mine[0]]), frames.end[mine[0]].max()
+            rows = np.flatnonzero((timeline.spans.lane == frames.lane[mine[0][0]]) & ~timeline.on_device)
+            rows = rows[(timeline.spans.start[rows] >= starts[0]) & (timeline.spans.end[rows] <= until)]
+            of_first = timeline.spans.start[rows] < starts[1]
+            more = [rows[of_first], rows[~of_first]]
+        first, others = (np.concatenate(both) for both in ((one.first, more[0]), (one.others, more[1])))
+        found.append(CallRounds(one.times, first, others, one.between))
+    return found
 
 
 def _rows_in(scene: Scene, of_frames: Sequence[Ints]) -> list[Ints]:
