@@ -426,6 +426,18 @@ def test_a_sample_of_a_short_run_is_the_run() -> None:
     assert sample(whole) is whole
 
 
+@pytest.mark.parametrize("every", [29, 60, 140, 300])
+def test_a_sample_has_its_share_of_steps_that_take_far_longer(every: int) -> None:
+    """What is saved now and then is neither missed nor counted more often than it was done."""
+    run = Run.of()
+    for step in range(900):
+        run.step().work(1_000 if step % every == every // 2 else 20).launch(kernel=10)
+    whole = whole_steps(run.timeline())
+    few = sample(whole, most_rows=len(whole) // 9)
+    assert len(few) < len(whole) // 2
+    assert pace(few) == pytest.approx(pace(whole), rel=0.1)
+
+
 def test_a_sample_keeps_the_same_steps_of_every_rank() -> None:
     run = Run.of(ranks=2)
     for step in range(41):

@@ -251,18 +251,34 @@ def period(counts: Ints) -> int:
 
 
 def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
-    """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order."""
+    """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order. Of those
+    that take far longer than others, as where something is saved now and then, there is the share that they have."""
     marks = timeline.marks_of(timeline.ranks[0])
     wanted = max(8, most_rows * len(marks) // max(1, len(timeline)))
     if len(marks) <= wanted:
         return timeline
     main = timeline.rows_of(timeline.spans.lane[marks[0]])
     starts = np.append(timeline.spans.start[marks], timeline.spans.end[main].max())
-    by_length = np.argsort(np.diff(starts), kind="stable")
-    chosen = np.sort(by_length[(np.arange(wanted) * len(marks) + len(marks) // 2) // wanted])
+    lengths = np.diff(starts)
+    by_length = np.argsort(lengths, kind="stable")
+    usual, long = np.split(by_length, [int((lengths <= _FAR_LONGER * np.median(lengths)).sum())])
+    of_long = max(1, round(wanted * len(long) / len(marks))) if len(long) else 0
+    if of_long:
+        wanted = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted)
+    chosen = np.sort(np.concatenate([_evenly(usual, min(wanted, len(usual))), _evenly(long, of_long)]))
     kept = np.isin(_step_of_rows(timeline), chosen)
     marks = timeline.marks[kept[timeline.marks]]
     return timeline.change(marks=marks).keep(kept).keep_frames(_frames_within(timeline, chosen))
+
+
+_FAR_LONGER = 3.0
+"""Times the median: a step that takes so long did something that most do not."""
+_MOST_FOR_LONG = 4
+"""So many times as many steps are replayed, at most, for one that takes far longer to have its share."""
+
+
+def _evenly(steps: Ints, count: int) -> Ints:
+    return steps[(np.arange(count) * len(steps) + len(steps) // 2) // max(1, count)]
 
 
 def _frames_within(timeline: Timeline, steps: Ints) -> Mask:
