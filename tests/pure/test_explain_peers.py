@@ -315,6 +315,29 @@ def test_objects_that_travel_leave_with_all_that_is_done_for_them() -> None:
     assert found.plain_step - cause(found, "host_sync").predicted.step == near(2_000, 0.2)
 
 
+def test_objects_are_pickled_for_those_that_send_them() -> None:
+    """As a log shows it: each line of the call is a frame, and what it calls stands beside those lines."""
+    lines = ["torch/distributed/distributed_c10d.py(3305): all_gather_object"]
+    pickles = "torch/distributed/distributed_c10d.py(3209): _object_to_tensor"
+
+    def body(run: Run) -> None:
+        for rank in run.ranks:
+            for _ in range(100):
+                run.on(rank).work(90, at=["aten::add"]).launch(10, at=["aten::add"], host=10)
+        with inside(run, "train.py(49): main", pickles):
+            for rank in run.ranks:
+                run.on(rank).work(2_000)
+        with inside(run, "train.py(49): main", *lines):
+            run.collective(50, 16, stream=7)
+            for rank in run.ranks:
+                run.on(rank).sync(7, at=ITEM)
+
+    [fix, *others] = told(body, ranks=2).plan
+    assert (fix.fix, [str(place) for place in fix.where]) == ("send_tensors", ["train.py:49"])
+    assert fix.gain == near(2_000, 0.2)
+    assert {one.fix for one in others} <= {"compile"}
+
+
 def test_collectives_within_a_forward_pass_are_no_gradients() -> None:
     """Tensor parallel: each micro-batch needs them."""
 

@@ -379,8 +379,12 @@ def _find_reads(scene: Scene, draft: Draft) -> None:
 
 
 def _send_no_objects(scene: Scene, draft: Draft, syncs: Ints) -> None:
-    """Objects travel as their length and their bytes, each copied, sent and read: all of it leaves with the call."""
-    call = scene.outermost(scene.frames_with(Role.OBJECTS))
+    """Objects travel as their length and their bytes, each copied, sent and read: all of it leaves with the call. In a
+    run whose lines are known each line of the call is a frame, and the frame around tells that they are of one call."""
+    frames, call = scene.timeline.frames, scene.outermost(scene.frames_with(Role.OBJECTS))
+    is_line = (call != NONE) & (np.append(frames.kind, FrameKind.PYTHON)[call] == FrameKind.LINE)
+    around = np.append(frames.parent, NONE)[call]
+    call = np.where(is_line & (around != NONE), around, call)
     inside = np.flatnonzero(call != NONE)
     first = _sync_of_frame(call, syncs)[call[inside]]
     inside, first = inside[first != NONE], first[first != NONE]

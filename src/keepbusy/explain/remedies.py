@@ -238,6 +238,9 @@ def _of_work(seen: PlacedCause) -> Remedy | None:
     """Not all that holds Python up is work of the program's own, nor can all of it go on beside the GPU."""
     if writes_checkpoint(seen.scene, seen.rows):
         return PARTICULAR["checkpoint"]
+    work, sends = seen.scene.timeline.spans.work[seen.rows], seen.scene.within(Role.OBJECTS)[seen.rows]
+    if 2 * work[sends].sum() > work.sum():
+        return PARTICULAR["send_tensors"]
     if _prepares(seen):
         return PARTICULAR["pad_lengths"]
     if _collects(seen):

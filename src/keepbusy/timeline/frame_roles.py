@@ -142,7 +142,10 @@ _SHAPES = re.compile(
 )
 _LAYER = re.compile(r"\w*(mm|matmul|linear|einsum|convolution|attention\w*|lstm\w*|gru\w*|rnn\w*)$")
 _ATEN = "aten::"
-_OBJECTS = re.compile(r"torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list)$")
+_OBJECTS = re.compile(
+    r"torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list"
+    r"|_object_to_tensor|_tensor_to_object)$"
+)
 
 _PIECE = re.compile(r"(Forward|Backward) \d+$")
 
