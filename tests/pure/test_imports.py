@@ -168,7 +168,7 @@ LINES = {
     "timeline": 3053,
     "traces": 2413,
     "instrument": 3718,
-    "log": 3049,
+    "log": 3052,
     "virtual": 9265,
     "explain": 4566,
     "report": 3321,

@@ -104,11 +104,11 @@ def test_recorded_time_passes_outside_of_what_was_left_out(moments: list[int], t
     assert left_out.real(left_out.recorded(outside)).tolist() == outside.tolist()
 
 
-@given(st.integers(1, 100_000), st.floats(0.01, 10.0))
+@given(st.integers(1, 100_000), st.floats(0.01, 10.0), st.integers(0, 16 << 20))
 @settings(max_examples=20)
-def test_a_log_has_room_for_a_run_of_any_length(bytes_a_look: int, seconds_a_look: float) -> None:
-    """And some of it for its later hours."""
-    portions, so_far, written = LogPortions(most_bytes=48 << 20), 0, list[int]()
+def test_a_log_has_room_for_a_run_of_any_length(bytes_a_look: int, seconds_a_look: float, before: int) -> None:
+    """And some of it for its later hours, also where an earlier run of the process has used some."""
+    portions, so_far, written = LogPortions(before, most_bytes=48 << 20), before, list[int]()
     for look in range(1, 40_000):
         time = round(look * seconds_a_look * 1e9)
         if portions.are_written(time, so_far):

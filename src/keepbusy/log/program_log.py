@@ -75,6 +75,7 @@ class ProgramLog:
             return f"the stacks of Python {sys.version_info.major}.{sys.version_info.minor} cannot be read"
         if why := hostlog.start(self.folder):
             return why
+        self._portions = LogPortions((self.folder / "rows").stat().st_size)
         self.is_going_on = True
         os.environ.setdefault(_LETS_GO, "1")  # without it every launch stays slow when the window has closed
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
@@ -222,8 +223,10 @@ def _device() -> str:
 class LogPortions:
     """Which parts of a long run are written: its beginning, and stretches of it ever more rarely."""
 
-    def __init__(self, most_bytes: int = hostlog.MOST_BYTES) -> None:
-        self._until, self._most = _WHOLE_BYTES, most_bytes - 2 * _STRETCH_BYTES
+    def __init__(self, before: int = 0, most_bytes: int = hostlog.MOST_BYTES) -> None:
+        """`before`: bytes that an earlier log of this process has written into the same file."""
+        self._most = most_bytes - 2 * _STRETCH_BYTES
+        self._until = min(before + _WHOLE_BYTES, self._most)
         self._next = 0
 
     def are_written(self, time: int, so_far: int) -> bool:
