@@ -23,6 +23,8 @@ from keepbusy.log.log_file import (
     left_out_of,
     read_log,
 )
+from keepbusy.log.logged_run import read_processes, timeline_in
+from keepbusy.timeline.run_facts import LOOP
 
 LIBRARY = Path(keepbusy.log.__file__).with_name("hostlog.c")
 PARTS = Path(__file__).with_name("hostlog")
@@ -431,3 +433,44 @@ def test_many_threads_under_a_sanitizer(parts: Path, tmp_path: Path, sanitizer: 
     assert len(log.streams) == 8
     assert len(log.calls) == 64 * 3
     assert {count % 20_000 for count in Counter(log.rows["thread"].tolist()).values()} == {0}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="nothing is left out where Python does not count iterations")
+def test_a_long_run_is_counted_to_its_end_where_calls_are_left_out(parts: Path, tmp_path: Path) -> None:
+    """A chunk of the file holds 32,768 calls; one is kept here, and later stretches of one. The program goes on until
+    the thread that looks on has left some out, however late it comes."""
+    script = """
+    from keepbusy.log import program_log
+    program_log._WHOLE_BYTES = program_log._STRETCH_BYTES = 1 << 20
+    thin, thinned = hostlog.thin, []
+    hostlog.thin = lambda on: (thin(on), thinned.append(on))
+    log, why = program_log.start(folder)
+    assert log is not None, why
+    def train(client):
+        iterations = 0
+        while iterations < 1_000 or True not in thinned:
+            for call in range(200):
+                client.client_launch(64, 1, 0)
+            iterations += 1
+        return iterations
+    print(train(load()))
+    log.end()
+    """
+    (tmp_path / "script.py").write_text(HEAD + textwrap.dedent(script))
+    folder = tmp_path / "log"
+    folder.mkdir()
+    sources = str(Path(keepbusy.log.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", parts, folder],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": sources, "LD_LIBRARY_PATH": str(parts)},
+    )
+    assert done.returncode == 0, done.stderr
+    [process] = read_processes(folder)
+    assert len(process.left_out) >= 1
+    whole = timeline_in(folder, "script.py")
+    assert whole.facts.run is not None
+    loops = {part.source: part.turns for part in whole.facts.run.within() if part.kind == LOOP}
+    assert loops["while iterations < 1_000 or True not in thinned:"] == int(done.stdout)
+    assert "of the run's" in whole.facts.notes[0]
