@@ -71,7 +71,7 @@ def run_supervised(
     explained: Callable[[Timeline], Diagnosis],
 ) -> None:
     """Does not come back: it ends as the program ended. `explained` is asked while it runs, if somebody looks on."""
-    kept = os.environ.get(KEEP)
+    kept = os.environ.get(KEEP) if rank() == 0 else None  # the others leave theirs for the first
     folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept)) if kept else make_folder()
     hostlog.build()
     meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
