@@ -539,17 +539,17 @@ def _shards_of_blocks(scene: Scene) -> Iterator[CallRounds]:
     part = np.where(timeline.on_device, NONE, of_row)
     blocks = list(dict.fromkeys(block for block, _ in number))
     block_of_part = np.array([blocks.index(block) for block, _ in number], np.int64)
-    rank = timeline.rank_of_rows
-    for one in timeline.ranks:
-        rows = np.flatnonzero((part != NONE) & (rank == one))
-        step = np.searchsorted(timeline.marks_of(one), rows, side="right")
-        block = block_of_part[part[rows]]
-        for key in np.unique(step * len(blocks) + block).tolist():
-            mine = rows[step * len(blocks) + block == key]
-            found, first = np.unique(part[mine], return_index=True)
-            of_first = part[mine] == found[np.argmin(first)]
-            if len(found) > 1 and (scene.command[mine[of_first]] != NONE).any():
-                yield CallRounds(len(found), mine[of_first], mine[~of_first], np.zeros(0, np.int64))
+    for rank in timeline.ranks:
+        rows = np.flatnonzero((part != NONE) & (timeline.rank_of_rows == rank))
+        step = np.searchsorted(timeline.marks_of(rank), rows, side="right")
+        step_and_block = step * len(blocks) + block_of_part[part[rows]]
+        for key in np.unique(step_and_block).tolist():
+            rows_of_block = rows[step_and_block == key]
+            layers, earliest = np.unique(part[rows_of_block], return_index=True)
+            is_first = part[rows_of_block] == layers[np.argmin(earliest)]
+            first, others = rows_of_block[is_first], rows_of_block[~is_first]
+            if len(layers) > 1 and (scene.command[first] != NONE).any():
+                yield CallRounds(len(layers), first, others, np.zeros(0, np.int64))
 
 
 def _asked_of_rounds(scene: Scene, rounds: Sequence[CallRounds]) -> Remedy:
@@ -646,39 +646,42 @@ _BACKWARD_OF = re.compile(r"(\w+?)Backward\d*$")
 
 
 def _with_backward(scene: Scene, rounds: Sequence[CallRounds]) -> list[CallRounds]:
-    """With what the backward pass of the same step does for them: as often, for one of their operators, in a row."""
-    timeline, frames = scene.timeline, scene.timeline.frames
-    forward = [name.removeprefix("aten::").replace("_", "") for name in timeline.names]
+    """Each with its backward pass: in the same step, one of its operators has as many backward calls as there are
+    rounds. The backward pass goes through the rounds one after the other, so all rows from the first to the last of
+    these calls belong to it."""
+    timeline, frames, spans = scene.timeline, scene.timeline.frames, scene.timeline.spans
+    forward_names = [name.removeprefix("aten::").replace("_", "") for name in timeline.names]
     matches = [_BACKWARD_OF.fullmatch(name) for name in timeline.names]
-    backward = ["" if match is None else match[1].lower() for match in matches]
-    passes = np.flatnonzero(np.array([*map(bool, backward)], bool)[frames.name])
-    lanes, found = timeline.rank_of_lanes, list[CallRounds]()
-    for one in rounds:
-        last, rank = int(np.concatenate([one.first, one.others]).max()), int(timeline.rank_of_rows[one.first[0]])
+    backward_names = ["" if match is None else match[1].lower() for match in matches]
+    backward_calls = np.flatnonzero(np.array([*map(bool, backward_names)], bool)[frames.name])
+    extended = list[CallRounds]()
+    for call in rounds:
+        last_row, rank = int(np.append(call.first, call.others).max()), int(timeline.rank_of_rows[call.first[0]])
         marks = timeline.marks_of(rank)
-        mark = np.searchsorted(marks, last, side="right")
-        ends = timeline.spans.start[marks[mark]] if mark < len(marks) else timeline.spans.end.max()
-        begins, around = timeline.spans.end[last], np.unique(timeline.spans.frame[one.first])
+        next_mark = np.searchsorted(marks, last_row, side="right")
+        step_end = spans.start[marks[next_mark]] if next_mark < len(marks) else spans.end.max()
+        innermost = np.unique(spans.frame[call.first])
         operators = {
-            forward[frames.name[up]] for frame in around[around != NONE].tolist() for up in frames.around(frame)
+            forward_names[frames.name[frame]]
+            for start in innermost[innermost != NONE].tolist()
+            for frame in frames.around(start)
         }
-        here = passes[(frames.start[passes] >= begins) & (frames.end[passes] <= ends)]
-        here = here[lanes[frames.lane[here]] == rank]
-        mine = [
-            same
-            for same in (here[frames.name[here] == name] for name in np.unique(frames.name[here]).tolist())
-            if len(same) == one.times and backward[frames.name[same[0]]] in operators
-        ]
-        more = [np.zeros(0, np.int64)] * 2
-        if mine:
-            starts, until = np.sort(frames.start[mine[0]]), frames.end[mine[0]].max()
-            rows = np.flatnonzero((timeline.spans.lane == frames.lane[mine[0][0]]) & ~timeline.on_device)
-            rows = rows[(timeline.spans.start[rows] >= starts[0]) & (timeline.spans.end[rows] <= until)]
-            of_first = timeline.spans.start[rows] < starts[1]
-            more = [rows[of_first], rows[~of_first]]
-        first, others = (np.concatenate(both) for both in ((one.first, more[0]), (one.others, more[1])))
-        found.append(CallRounds(one.times, first, others, one.between))
-    return found
+        later = (frames.start[backward_calls] >= spans.end[last_row]) & (frames.end[backward_calls] <= step_end)
+        later &= timeline.rank_of_lanes[frames.lane[backward_calls]] == rank
+        in_step = backward_calls[later]
+        by_name = (in_step[frames.name[in_step] == name] for name in np.unique(frames.name[in_step]).tolist())
+        as_often = (calls for calls in by_name if len(calls) == call.times)
+        calls = next((one for one in as_often if backward_names[frames.name[one[0]]] in operators), None)
+        if calls is None:
+            extended.append(call)
+            continue
+        starts, end = np.sort(frames.start[calls]), frames.end[calls].max()
+        rows = np.flatnonzero((spans.lane == frames.lane[calls[0]]) & ~timeline.on_device)
+        rows = rows[(spans.start[rows] >= starts[0]) & (spans.end[rows] <= end)]
+        is_first = spans.start[rows] < starts[1]
+        first, others = np.append(call.first, rows[is_first]), np.append(call.others, rows[~is_first])
+        extended.append(CallRounds(call.times, first, others, call.between))
+    return extended
 
 
 def _rows_in(scene: Scene, of_frames: Sequence[Ints]) -> list[Ints]:

@@ -257,15 +257,15 @@ def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
     wanted = max(8, most_rows * len(marks) // max(1, len(timeline)))
     if len(marks) <= wanted:
         return timeline
-    main = timeline.rows_of(timeline.spans.lane[marks[0]])
-    starts = np.append(timeline.spans.start[marks], timeline.spans.end[main].max())
-    lengths = np.diff(starts)
+    of_ranks = [_lengths(timeline, rank) for rank in timeline.ranks]
+    lengths = np.max([one for one in of_ranks if len(one) == len(marks)], axis=0)  # one that is ahead waits later
     by_length = np.argsort(lengths, kind="stable")
     usual, long = np.split(by_length, [int((lengths <= _FAR_LONGER * np.median(lengths)).sum())])
     of_long = max(1, round(wanted * len(long) / len(marks))) if len(long) else 0
-    if of_long:
-        wanted = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted)
-    chosen = np.sort(np.concatenate([_evenly(usual, min(wanted, len(usual))), _evenly(long, of_long)]))
+    of_usual = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted) if of_long else wanted
+    if of_long / (of_long + of_usual) > 2 * len(long) / len(marks):  # left out, they are missed by less
+        of_long, of_usual = 0, wanted
+    chosen = np.sort(np.concatenate([_evenly(usual, min(of_usual, len(usual))), _evenly(long, of_long)]))
     kept = np.isin(_step_of_rows(timeline), chosen)
     marks = timeline.marks[kept[timeline.marks]]
     return timeline.change(marks=marks).keep(kept).keep_frames(_frames_within(timeline, chosen))
@@ -275,6 +275,13 @@ _FAR_LONGER = 3.0
 """Times the median: a step that takes so long did something that most do not."""
 _MOST_FOR_LONG = 4
 """So many times as many steps are replayed, at most, for one that takes far longer to have its share."""
+
+
+def _lengths(timeline: Timeline, rank: int) -> Ints:
+    """Of each step of a rank."""
+    marks = timeline.marks_of(rank)
+    main = timeline.rows_of(timeline.spans.lane[marks[0]])
+    return np.diff(np.append(timeline.spans.start[marks], timeline.spans.end[main].max()))
 
 
 def _evenly(steps: Ints, count: int) -> Ints:
