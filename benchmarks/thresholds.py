@@ -86,6 +86,9 @@ EXPLAINED = {
         ),
     ),
     "keepbusy.timeline.steps": (
+        Threshold(
+            "_FAR_LONGER", INFINITE, "Iterations of three times the median have their share of those that are replayed."
+        ),
         Threshold("OTHER_PART", INFINITE, "A step has parts where one of them launches a tenth more than another."),
         Threshold("LEAVES_LOOP", INFINITE, "A turn with four times the launches of others has left its loop."),
     ),

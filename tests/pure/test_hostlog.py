@@ -72,24 +72,30 @@ def load(name="client.so"):
 """
 
 
+def printed_by(script: str, parts: Path, tmp_path: Path) -> str:
+    """What a script printed, whose log is in the folder `log`."""
+    (tmp_path / "script.py").write_text(HEAD + script)
+    folder = tmp_path / "log"
+    folder.mkdir()
+    sources = str(Path(keepbusy.log.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", parts, folder],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": sources, "LD_LIBRARY_PATH": str(parts)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture
 def logged(parts: Path, tmp_path: Path):
     """What a script, which starts the log itself, has logged."""
 
     def run(script: str, start: bool = True) -> DriverLog:
         begin = "why = hostlog.start(folder); assert not why, why\n" if start else ""
-        (tmp_path / "script.py").write_text(HEAD + begin + textwrap.dedent(script))
-        folder = tmp_path / "log"
-        folder.mkdir()
-        sources = str(Path(keepbusy.log.__file__).parents[2])
-        done = subprocess.run(
-            [sys.executable, tmp_path / "script.py", parts, folder],
-            capture_output=True,
-            text=True,
-            env={"PYTHONPATH": sources, "LD_LIBRARY_PATH": str(parts)},
-        )
-        assert done.returncode == 0, done.stderr
-        return read_log(folder)
+        printed_by(begin + textwrap.dedent(script), parts, tmp_path)
+        return read_log(tmp_path / "log")
 
     return run
 
@@ -456,21 +462,11 @@ def test_a_long_run_is_counted_to_its_end_where_calls_are_left_out(parts: Path, 
     print(train(load()))
     log.end()
     """
-    (tmp_path / "script.py").write_text(HEAD + textwrap.dedent(script))
-    folder = tmp_path / "log"
-    folder.mkdir()
-    sources = str(Path(keepbusy.log.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py", parts, folder],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": sources, "LD_LIBRARY_PATH": str(parts)},
-    )
-    assert done.returncode == 0, done.stderr
-    [process] = read_processes(folder)
+    iterations = int(printed_by(textwrap.dedent(script), parts, tmp_path))
+    [process] = read_processes(tmp_path / "log")
     assert len(process.left_out) >= 1
-    whole = timeline_in(folder, "script.py")
+    whole = timeline_in(tmp_path / "log", "script.py")
     assert whole.facts.run is not None
     loops = {part.source: part.turns for part in whole.facts.run.within() if part.kind == LOOP}
-    assert loops["while iterations < 1_000 or True not in thinned:"] == int(done.stdout)
+    assert loops["while iterations < 1_000 or True not in thinned:"] == iterations
     assert "of the run's" in whole.facts.notes[0]

@@ -168,7 +168,7 @@ LINES = {
     "timeline": 3060,
     "traces": 2413,
     "instrument": 3718,
-    "log": 3052,
+    "log": 3059,
     "virtual": 9265,
     "explain": 4569,
     "report": 3321,

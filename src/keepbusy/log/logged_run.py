@@ -254,16 +254,24 @@ def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun
     else:
         apart = [abs(wait.predicted - wait.ended) for run in runs for wait in run.waits]
         closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if apart else ""
-    stopped = next((one for one in processes if one.has_stopped), None)
-    part = f"the first {duration(_recorded(stopped))} of the run" if stopped is not None else "all of the run"
-    if len(left_out := processes[0].left_out):  # there is no other
-        first = duration(int(left_out.begins[0]) - int(processes[0].facts["began"]))
-        later = int((left_out.ends < int(processes[0].facts["began"]) + took).sum())
-        part = f"in {duration(took - left_out.time)} of the run's {duration(took)}: its first {first}"
-        part += f" and {later} later stretches" if later > 1 else " and a later stretch" if later else ""
+    part = _how_much(processes, took)
     kernels = f"{known:.0%} of kernel times known" if known < _MOST_KNOWN else ""
     windows = f"the profiler's windows held it up for {cost:.1%} of the time"
     return f"{'; '.join(filter(None, [f'recorded: {calls:,} calls, {part}', closes, kernels, windows]))}."
+
+
+def _how_much(processes: Sequence[LoggedProcess], took: int) -> str:
+    """Which part of the run was recorded. `took`: the whole of it."""
+    if stopped := next((process for process in processes if process.has_stopped), None):
+        return f"the first {duration(_recorded(stopped))} of the run"
+    [left_out, *_] = [process.left_out for process in processes]
+    if not len(left_out):  # else there is no other process
+        return "all of the run"
+    began = int(processes[0].facts["began"])
+    later = int((left_out.ends < began + took).sum())
+    stretches = f" and {later} later stretches" if later > 1 else " and a later stretch" if later else ""
+    first = duration(int(left_out.begins[0]) - began)
+    return f"in {duration(took - left_out.time)} of the run's {duration(took)}: its first {first}{stretches}"
 
 
 def _recorded(process: LoggedProcess) -> int:

@@ -65,7 +65,6 @@ class ProgramLog:
         self.is_going_on = False
         self._write_at = self._began + _WRITES_EVERY
         self._notes_memory = memory
-        self._portions = LogPortions()
 
     def begin(self) -> str:
         """Returns why it cannot, or an empty string."""
