@@ -64,7 +64,13 @@ EXPLAINED = {
     "keepbusy.explain.ledger": (
         Threshold("GRAPH_SAVES", 0, "A graph saves 0.87 µs of the device for each of its kernels."),
     ),
+    "keepbusy.explain.capture": (
+        Threshold("FEWEST_LAUNCHES", INFINITE, "A graph of fewer than eight launches saves nothing."),
+    ),
     "keepbusy.explain.remedies": (
+        Threshold(
+            "LEAST_CAPTURED", INFINITE, "Where graphs hold less than half of the launches: torch.compile."
+        ),
         Threshold(
             "_collects",
             lambda _: False,
@@ -152,8 +158,9 @@ BOUNDS = {
     ),
     "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
     "keepbusy.explain.fix_plan": (
-        *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK"),
+        *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK", "MOST_OF_IT"),
     ),
+    "keepbusy.explain.capture": (),
     "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING"),
     "keepbusy.explain.diagnosis": ("UNLIMITED",),
     "keepbusy.explain.ledger": (

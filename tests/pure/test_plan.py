@@ -96,12 +96,10 @@ def places(one: PlannedFix) -> list[str]:
 def test_two_waits_behind_one_another_are_one_set() -> None:
     found = told(two_reads)
     assert found.plain_step == near(9_000 + 2_000)
-    assert [one.fix for one in found.plan] == ["readback", "readback"]
-    assert {place for one in found.plan for place in places(one)} == {"read.py:1", "other.py:2"}
-    assert all(one.alone <= found.noise for one in found.plan)
-    assert {one.needs for one in found.plan} == {("readback at read.py:1",), ("readback at other.py:2",)}
-    assert found.plan[-1].predicted.step == near(9_000)
-    assert sum(one.gain for one in found.plan) == near(2_000, 0.02)
+    [fix] = found.plan
+    assert (fix.fix, {*places(fix)}) == ("readback", {"read.py:1", "other.py:2"})
+    assert fix.predicted.step == near(9_000)
+    assert fix.gain == fix.alone == near(2_000, 0.02)
 
 
 def four_waits(run: Run) -> None:
@@ -133,16 +131,16 @@ def test_host_work_that_would_fit_beside_the_gpu_is_not_blamed_for_the_waits_tha
     found = told(body)
     assert found.plan[-1].predicted.step == near(9_000, 0.08)
     assert {place for one in found.plan for place in places(one)} == lines
-    assert all(len(one.needs) == len(lines) - 1 for one in found.plan)
+    assert all(len(one.needs) == len(found.plan) - 1 for one in found.plan)
     assert "host_work" not in {cause for one in found.plan for cause in one.causes}
 
 
 def test_what_saves_nothing_yet_says_with_what_it_does() -> None:
     said = terminal.render_full(told(four_waits), width=160).partition("What to do")[2]
-    rows = [one.strip().rpartition("   ")[2] for one in said.splitlines() if one[:1].isdigit()][:4]
-    assert rows[:3] == ["only with 2, 3 and 4", "only with 1, 3 and 4", "only with 1, 2 and 4"]
-    assert re.match(r"12\.\d → 9\.\d ms per iteration", rows[3])
-    assert "alone it saves nothing; it goes together with 1, 2 and 3" in said
+    rows = [one.strip().rpartition("   ")[2] for one in said.splitlines() if one[:1].isdigit()][:2]
+    assert rows[0] == "only with 2"
+    assert re.match(r"12\.\d → 9\.\d ms per iteration", rows[1])
+    assert "alone it saves nothing; it goes together with 1\n" in said
 
 
 def test_of_two_fixes_that_are_called_alike_neither_goes_together_with_itself() -> None:
@@ -183,19 +181,19 @@ def test_a_read_at_the_end_of_a_step_does_not_stand_in_the_way_of_a_graph() -> N
 
 
 def test_what_forbids_a_graph_is_named_with_what_does_away_with_it() -> None:
-    """Two masks in the middle of a step: each waits for how many it chooses. The paragraph promises no more than the
-    plan, which expects a fifth of what launching takes."""
+    """Python branches on values again and again. The paragraph promises no more than the plan, which expects a fifth of
+    what launching takes."""
 
     def routed(run: Run) -> None:
         for number in range(180):
             run.work(20).launch(5)
-            if number in (60, 120):
-                run.sync(at=[f"moe.py({number}): route", "aten::nonzero"])
+            if number % 5 == 0:
+                run.sync(at=[f"moe.py({60 + number % 2}): route", *ITEM])
 
-    found = told(routed)
+    found = explained(loop(routed, 8, device=H200, run=replace(TREE, decides=("moe.py:60", "moe.py:61"))))
     cause = next(one for one in found.causes if one.cause == "launch_bound")
-    assert "in its middle (once per iteration at moe.py:60 and 1 more)" in cause.advice
-    assert PARTICULAR["keep_shapes"].advice in cause.advice
+    assert "in its middle (18 times per iteration at moe.py:60 and 1 more)" in cause.advice
+    assert PARTICULAR["decided_here"].advice in cause.advice
     text = terminal.render_full(found, width=160)
     assert text.count(" · without it ") == len(found.causes) - 1
 
@@ -279,12 +277,12 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
     timeline = loop(within, 8, device=H200)
     story = Story.of(sample(whole_steps(without_timer_reads(within_loop(timeline)), None)), None, 8)
     plan = explained(timeline).plan
-    named = [(one.fix, places(one)) for one in plan]
+    planned = {(one.fix, place) for one in plan for place in places(one)}
     needed = [need for one in plan for need in one.needs if " at " in need]
     chosen = [
         one.edit
         for one in candidates(story.scene, story.found)
-        if (one.remedy.fix, [str(place) for place in one.where]) in named or one.named in needed
+        if {(one.remedy.fix, str(place)) for place in one.where} <= planned or one.named in needed
     ]
     assert len(chosen) >= len(plan)
     if plan:
@@ -860,12 +858,12 @@ def test_the_plan_as_json_says_where_the_run_stands_after_each() -> None:
     found = replace(watched(), plain_given=True)
     found = replace(found, plan=plan_of_run(found, ()))
     rows = planned(found)
-    assert [row["fix"] for row in rows] == ["readback", "readback"]
+    assert [row["fix"] for row in rows] == ["readback"]
     assert [row["where"] for row in rows] == [places(one) for one in found.plan]
     assert rows[-1]["predicted"]["after"] == pytest.approx(9.0, rel=0.01)
     gains = [one.gain for one in found.plan]
     assert [row["run"] and row["run"]["after"] for row in rows] == [
-        pytest.approx(26.0 - 100 * sum(gains[: count + 1]) / 1e9, abs=0.002) for count in range(2)
+        pytest.approx(26.0 - 100 * sum(gains[: count + 1]) / 1e9, abs=0.002) for count in range(len(gains))
     ]
     assert [row["gain"] for row in rows] == [pytest.approx(gain / 1e6) for gain in gains]
 
@@ -885,7 +883,7 @@ def test_the_plan_and_the_tree_keep_to_the_schema() -> None:
     said = json.loads(as_json.render(watched()))
     Draft202012Validator(json.loads(reference.read_text())).validate(said)
     assert said["run"]["parts"][1]["where"] == "train.py:64"
-    assert len(said["plan"]) == 2
+    assert len(said["plan"]) == 1
 
 
 def test_a_run_and_its_loaders_come_back_from_a_file() -> None:
@@ -898,7 +896,7 @@ def test_a_run_that_was_watched_is_explained_with_its_tree_and_its_loader() -> N
     timeline = loop(two_reads, 8, device=H200, run=TREE, loaders=(use(),))
     found = explained(timeline)
     assert found.run == TREE
-    assert [one.fix for one in found.plan] == ["num_workers=6", "readback", "readback"]
+    assert [one.fix for one in found.plan] == ["num_workers=6", "readback"]
     assert found.plan[0].run_gain == 6_000 * MS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -20,18 +21,23 @@ SENDS = "torch/distributed/optim/zero_redundancy_optimizer.py(711): _broadcast_p
 
 
 def rest(run: Run) -> None:
-    """What the turn does besides: five kernels of 100 µs, and a read of each, so that no graph can hold it."""
+    """What the turn does besides: five kernels of 100 µs, and a read of each."""
     for _ in range(5):
         run.work(20, at=["aten::mm"]).launch(100, at=["aten::mm"])
         run.sync(at=["aten::item"])
 
 
+TURNS = count(1)
+"""A turn computes on as much as none before it, so that no graph can hold it."""
+
+
 def labels(run: Run, rounds: int = 80) -> None:
     """A metric of each label: sorted, summed, divided."""
+    blocks = next(TURNS)
     with run.inside(LABELS):
         for _ in range(rounds):
             for operator in ("aten::sort", "aten::cumsum", "aten::div"):
-                run.work(30, at=[operator]).launch(4, at=[operator])
+                run.work(30, at=[operator]).launch(4, at=[operator], blocks=blocks)
     rest(run)
 
 
@@ -99,15 +105,16 @@ def steps_of_a_sampler(run: Run) -> None:
 
 def graphs(run: Run, backward: str = "IndexBackward0") -> None:
     """One graph of a batch after the other, and each again in the backward pass."""
+    blocks = next(TURNS)
     with run.inside("gnn.py(90): readout"):
         for _ in range(40):
             for operator in ("aten::eq", "aten::index"):
-                run.work(30, at=[operator]).launch(4, at=[operator])
+                run.work(30, at=[operator]).launch(4, at=[operator], blocks=blocks)
     with run.inside("gnn.py(129): main", "backward"):
         for _ in range(40):
             with run.inside(backward):
-                run.work(60).launch(4)
-            run.work(20).launch(4)
+                run.work(60).launch(4, blocks=blocks)
+            run.work(20).launch(4, blocks=blocks)
     rest(run)
 
 

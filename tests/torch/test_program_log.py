@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from keepbusy.log import hostlog, kernel_windows, program_log
 from keepbusy.log.kernel_windows import KernelWindows
-from keepbusy.log.log_file import ROW, DriverLog, read_log
+from keepbusy.log.log_file import ROW, CallFlag, DriverLog, read_log
 from keepbusy.log.program_log import FACTS, LOOKS
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
@@ -133,16 +134,15 @@ class Windows(KernelWindows):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.opened = 0
+        self.while_it_saves: Callable[[], object] = lambda: None
 
     def _open(self) -> None:
         self._profiler, self._since_opened = object(), []
         self._opened, self.opened = kernel_windows.time.perf_counter_ns(), self.opened + 1
         self.windows.append({})
 
-    def _close(self) -> None:
-        if self._profiler is not None:
-            self._known |= {*np.concatenate(self._since_opened)["call"].tolist()}
-            self._profiler = None
+    def _save(self) -> None:
+        self.while_it_saves()
 
 
 @pytest.fixture
@@ -160,14 +160,18 @@ class Launching:
         self.windows, self._folder, self._clock, self._count = Windows(folder), folder, clock, 0
         self.windows.windows.append({})  # as after a first one, which opens in the program's own thread
 
-    def launch(self, calls: list[int], milliseconds: int) -> None:
+    def launch(self, calls: list[int], milliseconds: int, flags: int = 0, value: int = 0) -> None:
+        self.write(calls, flags, value)
+        self._clock[0] += milliseconds * 1_000_000
+        self.windows.think()
+
+    def write(self, calls: list[int], flags: int = 0, value: int = 0) -> None:
         rows = np.zeros(len(calls), ROW)
         rows["begin"], rows["call"] = np.arange(self._count + 1, self._count + 1 + len(calls)), calls
+        rows["flags"], rows["value"] = flags, value
         self._count += len(calls)
         with (self._folder / "rows").open("ab") as file:
             file.write(rows.tobytes())
-        self._clock[0] += milliseconds * 1_000_000
-        self.windows.think()
 
 
 def test_a_window_opens_when_kernels_repeat_and_closes_after_two_iterations(tmp_path: Path, clock: list[int]) -> None:
@@ -191,6 +195,43 @@ def test_new_kernels_are_worth_another_window_and_known_ones_are_not(tmp_path: P
     for _ in range(100):
         program.launch([*range(1, 21), *range(31, 61)], 60)
     assert program.windows.opened == 2
+
+
+def test_what_is_launched_while_a_window_closes_is_not_known(tmp_path: Path, clock: list[int]) -> None:
+    program = Launching(tmp_path, clock)
+    program.windows.while_it_saves = lambda: program.write([*range(31, 61)] * 20)
+    for _ in range(20):
+        program.launch([*range(1, 21)], 60)
+    program.windows.while_it_saves = lambda: None
+    for _ in range(100):
+        program.launch([*range(31, 61)], 60)
+    assert program.windows.opened == 2
+
+
+def test_what_is_captured_has_not_run_and_each_graph_is_something_else(tmp_path: Path, clock: list[int]) -> None:
+    program = Launching(tmp_path, clock)
+    for _ in range(20):
+        program.launch([*range(1, 21)], 60, flags=CallFlag.CAPTURED)
+    assert program.windows.opened == 0
+    for graph in (1, 2):
+        for _ in range(40):
+            program.launch([99] * 20, 60, flags=CallFlag.GRAPH, value=graph)
+        assert program.windows.opened == graph
+
+
+def test_windows_hold_up_little_of_a_run(tmp_path: Path, clock: list[int]) -> None:
+    program = Launching(tmp_path, clock)
+
+    def launches_ever_other_kernels(first: int) -> None:
+        for number in range(first, first + 200):
+            program.launch([*range(100 * number + 1, 100 * number + 31)] * 2, 1000)
+
+    program.windows.held_up = 3_000_000_000
+    launches_ever_other_kernels(0)
+    assert program.windows.opened == 5
+    clock[0] += 800_000_000_000
+    launches_ever_other_kernels(200)
+    assert program.windows.opened > 5
 
 
 def test_kernels_that_never_repeat_are_recorded_all_the_same(tmp_path: Path, clock: list[int]) -> None:

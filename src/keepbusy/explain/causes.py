@@ -194,7 +194,15 @@ class Scene:
         work = (spans.kind == Kind.WORK) & ~self.by_workers & (self.loader_frame == NONE)
         call = self._outermost_call()
         lasting = np.append(frames.end - frames.start, 0)[call] >= CALL_OF_ITS_OWN
-        return work & ((spans.work >= HEAVY) | ((call != NONE) & lasting) | self._round_trip())
+        long = (spans.work >= HEAVY) & ~self._belongs_to_launches()
+        return work & (long | ((call != NONE) & lasting) | self._round_trip())
+
+    def _belongs_to_launches(self) -> Mask:
+        """What PyTorch itself does in a backward pass or an optimizer, between launches there: a graph takes it away,
+        however long it takes. Not where it looks for a kernel, or works on the host alone."""
+        frame, launches = self.timeline.spans.frame, ~self.launch_free & ~self.frames_with(Role.LAYER)
+        framework = self.within(Role.BACKWARD | Role.OPTIMIZER) & (self.caller == Owner.TORCH)
+        return framework & np.append(launches, False)[frame]
 
     def _outermost_call(self) -> Ints:
         """Of each row, the outermost call around it that launches nothing and is no part of PyTorch's own Python."""
@@ -277,9 +285,9 @@ class Scene:
     @cached_property
     def innermost_line(self) -> Ints:
         """Of each row, the innermost Python frame around it, or NONE."""
-        return self._innermost(np.isin(self.timeline.frames.kind, (FrameKind.LINE, FrameKind.PYTHON)))
+        return self.innermost(np.isin(self.timeline.frames.kind, (FrameKind.LINE, FrameKind.PYTHON)))
 
-    def _innermost(self, frames: Mask) -> Ints:
+    def innermost(self, frames: Mask) -> Ints:
         """Of each row, the innermost of these frames around it, or NONE."""
         frame, parent = self.timeline.spans.frame.astype(np.int64), np.append(self.timeline.frames.parent, NONE)
         found = np.append(frames, True)
@@ -291,14 +299,14 @@ class Scene:
     def library_role(self) -> Ints:
         """Of each row, what the library's line does that is around it before any line of the program's own."""
         frames = self.timeline.frames
-        line = self._innermost(frames.owner != Owner.UNKNOWN)
+        line = self.innermost(frames.owner != Owner.UNKNOWN)
         return np.append(np.where(frames.owner == Owner.USER, 0, frames.role), 0)[line]
 
     @cached_property
     def caller(self) -> Ints:
         """Of each row, whose line calls the operator: an `Owner`."""
         frames = self.timeline.frames
-        line = self._innermost((frames.owner != Owner.UNKNOWN) & (frames.role & Role.WRAPS == 0))
+        line = self.innermost((frames.owner != Owner.UNKNOWN) & (frames.role & Role.WRAPS == 0))
         return np.append(frames.owner, Owner.UNKNOWN)[line]
 
     @cached_property

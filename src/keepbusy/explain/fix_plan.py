@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from keepbusy.explain.capture import frames_around, outwards
 from keepbusy.explain.causes import USUAL_BANDWIDTH, Draft, Finding, Scene, without_messages
 from keepbusy.explain.diagnosis import Edit, PlannedFix, Prediction, Where, named
 from keepbusy.explain.ledger import Forecast
@@ -29,6 +30,7 @@ from keepbusy.explain.remedies import (
     Remedy,
     allocator_told,
     by_place,
+    capture_of,
     kept_on_host,
     places_of,
     remedy_for,
@@ -36,7 +38,7 @@ from keepbusy.explain.remedies import (
 )
 from keepbusy.timeline.figures import amount
 from keepbusy.timeline.frame_roles import Role
-from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Frames, Ints, Kind, Mask
+from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Ints, Kind, Mask
 from keepbusy.timeline.replay import MOST_ROWS
 
 Plan = tuple[PlannedFix, ...]
@@ -59,6 +61,8 @@ MERGED_WORK = 0.5
 keeps it. The range goes from none of it to all."""
 FEWEST_ROUNDS = 8
 """Of less nobody makes one call."""
+MOST_OF_IT = 0.95
+"""Of the launches: with more of them in graphs, nobody asks for the rest."""
 _SMALLER_PIECES = "Smaller micro-batches use the GPU less efficiently. Try how many are best."
 _BOTH_WAYS = "It needs the value that is read there, and the GPU needs its result, so the two cannot overlap."
 _ONE_FIX = (
@@ -144,9 +148,8 @@ def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> t
         if not chosen and search.uncertain:
             break
         search.uncertain = search.uncertain or not chosen
-        order = search.in_order(chosen)
-        order.sort(key=lambda one: (_waits_for_others(one, chosen), -search.gain(done | {one})))
-        for one in order:
+        chosen = search.with_joined(chosen)
+        for one in search.in_order_of_gain(chosen, done):
             before, done = search.gain(done), done | {one}
             gained = search.gain(done) - before
             if gained > forecast.noise or not any(_waits_for_others(other, chosen) for other in chosen):
@@ -179,6 +182,26 @@ class Search:
 
     def in_order(self, fixes: Collection[Candidate]) -> list[Candidate]:
         return [one for one in self.candidates if one in fixes]
+
+    def with_joined(self, chosen: Fixes) -> Fixes:
+        """The same fix at several places, which gains nothing at one of them alone, is one fix."""
+        by_fix = defaultdict[str, list[Candidate]](list)
+        for one in self.in_order(chosen):
+            if self.gain(frozenset([one])) <= self.forecast.noise:
+                by_fix[one.remedy.fix].append(one)
+        for same in by_fix.values():
+            if len(same) > 1:
+                joined = reduce(Candidate.joined, same)
+                self.candidates = [joined if one is same[0] else one for one in self.candidates if one not in same[1:]]
+                chosen = chosen.difference(same) | {joined}
+        return chosen
+
+    def in_order_of_gain(self, chosen: Fixes, done: Fixes) -> list[Candidate]:
+        """What gains most first. To capture launches and to take away what waits between them is one step."""
+        waits = [one for one in self.in_order(chosen) if one.in_the_middle]
+        steps = [[*waits, one] if one.captures else [one] for one in self.in_order(chosen)]
+        steps.sort(key=lambda step: -self.gain(done.union(step)))
+        return list(dict.fromkeys(chain.from_iterable(steps)))
 
     def gain(self, fixes: Fixes) -> int:
         """What is expected: of what an edit gains on top of the others, the share that its fix gives."""
@@ -346,7 +369,7 @@ def _of_cause(scene: Scene, finding: Finding, found: Mapping[str, Finding]) -> I
             edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
             if finding.cause == "made_on_host" and "blocking_copy" in found:
                 edit = edit | _copied_there(scene, found["blocking_copy"], places)
-            middle = finding.cause == "host_sync" and _in_the_middle(scene, rows)
+            middle = finding.cause == "host_sync" and bool(2 * capture_of(scene).waits[rows].sum() > len(rows))
             usual = Candidate(remedy, tuple(places), (finding.cause,), edit, middle, reason=_comes_back(scene, rows))
             yield set_apart(scene, usual) if set_apart else usual
 
@@ -356,7 +379,23 @@ def _all_or_nothing(scene: Scene, usual: Candidate) -> tuple[Edit, Edit]:
     return usual.edit, Edit.nothing(scene.timeline)
 
 
+def _as_graphs(scene: Scene, usual: Candidate) -> Candidate:
+    """What graphs hold is launched at once; the rest is launched as before."""
+    capture = capture_of(scene)
+    edit = usual.edit.only(capture.rows)
+    if capture.share > MOST_OF_IT:
+        return replace(usual, edit=edit)
+    reason = f"Graphs hold {capture.share:.0%} of the launches."
+    places = by_place(scene, np.flatnonzero(capture.stays))
+    if places:
+        first, *others = sorted(places, key=lambda place: -len(places[place]))
+        more = f" and {len(others)} more lines do" if others else " does"
+        reason += f" What {first}{more} stays outside."
+    return replace(usual, edit=edit, reason=reason)
+
+
 SET_APART: dict[str, Callable[[Scene, Candidate], Candidate]] = {
+    "graph": _as_graphs,
     "compile": lambda _, usual: replace(usual, share=COMPILED_AWAY),
     "compute_on_gpu": lambda scene, usual: replace(usual, bounds=_all_or_nothing(scene, usual), reason=_BOTH_WAYS),
     "decide_on_gpu": lambda scene, usual: replace(usual, bounds=_all_or_nothing(scene, usual)),
@@ -406,20 +445,6 @@ def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[
     changes = [lines] if is_one else [*([place] for place in lines[:PLACES_APART]), lines[PLACES_APART:]]
     for number, change in enumerate(filter(None, changes)):
         yield change, [] if number else beside
-
-
-def _in_the_middle(scene: Scene, rows: Ints) -> bool:
-    """Whether most of these waits stand between the launches of a step: nothing may wait while CUDA captures them."""
-    timeline = scene.timeline
-    spans, marks = timeline.spans, timeline.marks_of(timeline.ranks[0])
-    rank = timeline.rank_of_rows
-    launches = np.flatnonzero((spans.kind == Kind.LAUNCH) & (rank == timeline.ranks[0]))
-    mine = rows[rank[rows] == timeline.ranks[0]]
-    edges = np.append(np.searchsorted(launches, marks), len(launches))
-    step = np.searchsorted(marks, mine, side="right") - 1
-    mine, step = mine[step >= 0], step[step >= 0]
-    before = np.searchsorted(launches, mine) - edges[step]
-    return bool(len(mine)) and bool(((before > 0) & (before < edges[step + 1] - edges[step])).mean() > 0.5)
 
 
 def _copied_there(scene: Scene, copies: Finding, places: Sequence[Where]) -> Edit:
@@ -760,17 +785,9 @@ def _launching(scene: Scene) -> Ints:
     """Of each frame, how many commands are launched within it, at any depth."""
     frames = scene.timeline.frames
     count = np.zeros(len(frames) + 1, np.int64)
-    for frame in _outwards(frames, scene.timeline.spans.frame[scene.command != NONE]):
+    for frame in outwards(frames, scene.timeline.spans.frame[scene.command != NONE]):
         np.add.at(count, frame, 1)
     return count[:-1]
-
-
-def _outwards(frames: Frames, frame: Ints) -> Iterator[Ints]:
-    """These frames, then the ones around each, as long as any has one."""
-    parent = np.append(frames.parent, NONE)
-    while (frame != NONE).any():
-        yield frame
-        frame = parent[frame]
 
 
 def _dependent(scene: Scene) -> Mask:
@@ -785,17 +802,9 @@ def _dependent(scene: Scene) -> Mask:
     backward = np.append(scene.frames_with(Role.BACKWARD), False)
     for mine in scene.frames_by_depth:
         backward[mine] |= backward[frames.parent[mine]]
-    return _around(frames, np.concatenate(inner)) | backward[:-1]
+    return frames_around(frames, np.concatenate(inner)) | backward[:-1]
 
 
 def _in_which_ranks_meet(scene: Scene) -> Mask:
     launch = scene.launch[scene.timeline.spans.kind == Kind.COLLECTIVE]
-    return _around(scene.timeline.frames, scene.timeline.spans.frame[launch[launch != NONE]])
-
-
-def _around(frames: Frames, inner: Ints) -> Mask:
-    """These frames, and those around them."""
-    result = np.zeros(len(frames) + 1, bool)
-    for frame in _outwards(frames, inner):
-        result[frame] = True
-    return result[:-1]
+    return frames_around(scene.timeline.frames, scene.timeline.spans.frame[launch[launch != NONE]])

@@ -5,15 +5,17 @@ there, in a sentence; and what to do about it, as a fix's name, a sentence and a
 from __future__ import annotations
 
 import tomllib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes import Finding, Scene
+from keepbusy.explain.capture import Capture, captured
+from keepbusy.explain.causes import IN_A_ROW, Draft, Finding, Scene
 from keepbusy.explain.diagnosis import LateRank, SideLane, Where
 from keepbusy.timeline.figures import amount, times
 from keepbusy.timeline.frame_roles import INSTALLED, Owner, Role, source_line
@@ -35,6 +37,12 @@ _TABLES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(enco
 REMEDIES = {cause: Remedy(**told) for cause, told in _TABLES["usual"].items()}
 """By cause, where nothing more particular was seen."""
 PARTICULAR = {name: Remedy(**told) for name, told in _TABLES["particular"].items()}
+REMOVES_WAIT = ("readback", "drop_checks", "drop_sync", "keep_shapes", "tell_sizes", "read_at_once", "fuse_optimizer")
+"""Fixes after which nothing waits there any more, so that it can be captured."""
+FEW_AT_A_TIME = ("keep_shapes", "tell_sizes")
+"""Of these not where a loop chooses again and again: that becomes one call, if anything."""
+LEAST_CAPTURED = 0.5
+"""Of the launches: where graphs hold fewer, capturing is not what to do."""
 SYNCS = {
     Role.CHOOSES: "keep_shapes",
     Role.REPEATS: "tell_output_size",
@@ -83,39 +91,38 @@ def _of_launches(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["launched_once"]
     if (scene.timeline.spans.kind == Kind.COLLECTIVE).any():
         return PARTICULAR["compiled_among_ranks"]
-    compiled, waits = PARTICULAR["compiled"], np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
-    if len(np.unique(scene.last_launch[waits])) > scene.steps:  # one place of waiting a step may be its end
-        return _with_waits_in_the_middle(compiled, seen, waits)
-    if _launches_differ(scene):
-        return compiled._replace(advice=f"{compiled.advice} its steps differ in what they launch.")
+    if capture_of(scene).share < LEAST_CAPTURED:
+        return _with_what_stays(PARTICULAR["compiled"], seen)
     operators = scene.timeline.frames.kind == FrameKind.OPERATOR
     trains = scene.frames_with(Role.BACKWARD | Role.OPTIMIZER).any() or not operators.any()
     return None if trains else PARTICULAR["inference_captured"]
 
 
-def _with_waits_in_the_middle(compiled: Remedy, seen: PlacedCause, waits: Ints) -> Remedy:
-    """Where nothing may wait if a graph is to hold the step, and what does away with the wait there."""
-    places = by_place(seen.scene, waits)
+@lru_cache(maxsize=1)
+def capture_of(scene: Scene) -> Capture:
+    """What graphs can hold, once all waits are gone that a fix takes away."""
+    waits = np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
+    goes, nothing = np.zeros(len(scene.timeline), bool), Draft("host_sync", scene.timeline).finding()
+    for where, rows in by_place(scene, waits).items():
+        remedy = _of_a_sync(PlacedCause(scene, nothing, where, rows)) or REMEDIES["host_sync"]
+        often = len(rows) >= IN_A_ROW * scene.steps and remedy.fix in FEW_AT_A_TIME
+        goes[rows] = remedy.fix in REMOVES_WAIT and not often
+    return captured(scene, goes)
+
+
+def _with_what_stays(compiled: Remedy, seen: PlacedCause) -> Remedy:
+    """For what most graphs end, and what does away with the wait there."""
+    scene = seen.scene
+    waits = np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
+    if len(np.unique(scene.last_launch[waits])) <= scene.steps:
+        return compiled._replace(advice=f"{compiled.advice} its steps differ in what they launch.")
+    places = by_place(scene, waits)
     where, *others = sorted(places, key=lambda place: -len(places[place]))
-    often = times(len(places[where]) / seen.scene.steps / len(seen.scene.timeline.ranks))
+    often = times(len(places[where]) / scene.steps / len(scene.timeline.ranks))
     more = f" and {len(others)} more" if others else ""
     remedy = _of_a_sync(seen._replace(where=where, rows=places[where])) or REMEDIES["host_sync"]
     why = f"it reads GPU values in its middle ({often} at {where}{more}). At those lines: {remedy.advice}"
     return compiled._replace(advice=f"{compiled.advice} {why}", blockers=(where, *others))
-
-
-def _launches_differ(scene: Scene) -> bool:
-    """Whether no graph can hold most steps. What few of them launch beyond all others, as a loss that is printed now
-    and then, stays outside."""
-    timeline, spans = scene.timeline, scene.timeline.spans
-    # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
-    amount = spans.work if timeline.facts.virtual else spans.blocks
-    rows = np.flatnonzero(scene.launch != NONE)
-    rows = rows[np.argsort(scene.launch[rows], kind="stable")]
-    launched = np.stack([spans.name[rows], spans.size[rows], amount[rows]])
-    edges = np.searchsorted(scene.launch[rows], timeline.marks)
-    alike = Counter(one.tobytes() for one in np.split(launched, edges, axis=1)[1:])
-    return 2 * max(alike.values()) <= alike.total()
 
 
 def _of_a_copy(seen: PlacedCause) -> Remedy | None:

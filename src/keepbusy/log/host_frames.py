@@ -16,6 +16,7 @@ from keepbusy.instrument.loop_counts import CodeObjects
 from keepbusy.log.log_file import StackFrame
 from keepbusy.log.profiler_window import OperatorBetweenCalls, Operators
 from keepbusy.log.program_log import BACKWARD_PASS
+from keepbusy.timeline.frame_roles import tells_purpose
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask, Table, column
 
 Entry = tuple[FrameKind, str]
@@ -29,7 +30,8 @@ Noted = tuple[tuple[int, int], ...]
 
 
 class SourceLines:
-    """Stacks as chains of lines: the program's own, those of libraries that loop, and the innermost line of others."""
+    """Stacks as chains of lines: the program's own, those of libraries that loop, and of others the innermost line and
+    the outermost that tells what it is for."""
 
     def __init__(self, codes: CodeObjects) -> None:
         self._codes = codes
@@ -49,18 +51,23 @@ class SourceLines:
         return tuple(map(self._entry, chain))
 
     def _kept(self, stack: Sequence[StackFrame]) -> Iterator[StackFrame]:
-        is_innermost = True
+        is_innermost, purpose = True, None
         for frame in stack:
             kind = kind_of(frame.file)
             if kind == OUTSIDE:
-                return
+                break
             if kind == HIDDEN:
                 continue
             if kind == LIBRARY and holds_loop(self._code(frame)):
                 kind = USER
+            if kind == USER and purpose is not None:
+                yield purpose
+                purpose = None
             if kind == USER or is_innermost:
                 is_innermost = False
                 yield frame
+            elif tells_purpose(shown(frame.file)):
+                purpose = frame  # the outermost
 
     def _code(self, frame: StackFrame) -> CodeType:
         return self._codes.of(frame.file, frame.function, frame.line)

@@ -72,7 +72,7 @@ struct row {
     u8 thread;  /* number of a "thread" */
     u8 flags;
 };
-enum { FAILED = 1, CAPTURED = 2, PAGEABLE = 4, BLOCKING = 8 };
+enum { FAILED = 1, CAPTURED = 2, PAGEABLE = 4, BLOCKING = 8, GRAPH = 16 };
 #define CHUNK_ROWS (1u << 15)
 #define CHUNK_BYTES (CHUNK_ROWS * sizeof(struct row))
 
@@ -726,7 +726,7 @@ BOTH(cuLaunchCooperativeKernel, "", 9000,
      (f, gx, gy, gz, bx, by, bz, shared, s, p), LAUNCH(f, gx, gy, gz, bx, by, bz, shared, s))
 BOTH(cuLaunchHostFunc, "", 10000, (stream_t s, void (*f)(void *), void *data), (s, f, data),
      flags |= captured(s); ROW(host_function, 0, s))
-BOTH(cuGraphLaunch, "", 10000, (void *exec, stream_t s), (exec, s), flags |= captured(s); ROW(graph_launch, exec, s))
+BOTH(cuGraphLaunch, "", 10000, (void *exec, stream_t s), (exec, s), flags |= GRAPH | captured(s); ROW(graph_launch, exec, s))
 
 BOTH(cuMemcpyHtoDAsync, "_v2", 3020, (u64 to, const void *from, size_t n, stream_t s), (to, from, n, s),
      COPY(copy_to_gpu, n, s, pageable(from)))

@@ -80,9 +80,10 @@ class KernelTimes:
     """From the end of the last command to the return of a call that waits for it."""
 
     def of(self, log: DriverLog, described: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Of each command, by the row that describes it; and whether the window had one like it."""
+        """Of each command, by the row that describes it; and whether that is known: the window had one like it, or
+        it is a copy whose bytes tell it."""
         keys, which = _keys(log, described)
-        known = np.array([key in self.durations for key in keys], bool)
+        known = np.array([key in self.durations or self._is_known_copy(log, key) for key in keys], bool)
         durations = np.array([self._of_key(log, key) for key in keys], float)
         return durations[which], known[which]
 
@@ -91,13 +92,17 @@ class KernelTimes:
         keys, which = _keys(log, described)
         return np.array([self.fastest.get(key, self._of_key(log, key)) for key in keys], float)[which]
 
+    def _is_known_copy(self, log: DriverLog, key: Key) -> bool:
+        kind = log.calls[key[0]].kind
+        return kind != "launch" and (key[1] < _LARGE or (kind, key[2]) in self.copies)
+
     def _of_key(self, log: DriverLog, key: Key) -> float:
         call = log.calls[key[0]]
         if key in self.durations:
             return self.durations[key]
         if call.kind == "launch":
             return self.by_function.get(call.function, self.usual)
-        each, byte = self.copies.get((call.kind, key[2]), (_COPY, _usual_byte(key[2])))
+        each, byte = self.copies.get((call.kind, key[2]), (_COPY, _usual_byte(call.kind, key[2])))
         return each + byte * key[1]
 
 
@@ -125,7 +130,7 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
             by_kind[call.kind, key[2]].append((key[1], duration))
     times.by_function = {function: float(np.median(durations)) for function, durations in by_function.items()}
     times.usual = float(np.median([*times.by_function.values()])) if by_function else times.usual
-    times.copies = {kind: _line(points, _usual_byte(kind[1])) for kind, points in by_kind.items()}
+    times.copies = {kind: _line(points, _usual_byte(*kind)) for kind, points in by_kind.items()}
     _learn_delays(times, log, issuers, matched)
     return times
 
@@ -169,7 +174,10 @@ def _line(points: Sequence[tuple[int, float]], usual: float) -> tuple[float, flo
     return max(500.0, float(np.median(durations - max(0.0, byte) * sizes))), max(0.0, byte)
 
 
-def _usual_byte(pageable: int) -> float:
+def _usual_byte(kind: str, pageable: int) -> float:
+    """Nanoseconds, where no large copy tells: on the GPU, or through the link."""
+    if kind in ("copy_on_gpu", "set_memory"):
+        return 0.001
     return 0.1 if pageable else 0.04
 
 

@@ -17,10 +17,11 @@ import numpy as np
 from keepbusy.instrument.lines import outwards
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.processes import deaf_to_signals, uses_gpu
-from keepbusy.log.log_file import ROW
+from keepbusy.log.log_file import ROW, CallFlag
 from keepbusy.timeline.steps import repetition
 
-_MOST_WINDOWS = 6
+_WINDOWS, _MOST_HELD_UP = 6, 0.003
+"""So many may open in any run; further ones where all have taken at most this share of it until then."""
 _FIRST_CHECK, _RARELY = 25_000_000, 2_000_000_000
 _LASTS = 60_000_000
 """Kernels of which the program launches unknown ones for so long are worth a window."""
@@ -65,8 +66,9 @@ class KernelWindows:
         self._pending = self.open_if_wanted  # Python keeps no reference to what is pending
         self._is_ours = False
         self._patches = Patches()
-        self._known: set[int] = set()
+        self._known = np.zeros(0, np.int64)
         self._last_row = self._next_check = self._unknown_since = self._opened = self._period = 0
+        self._began = time.perf_counter_ns()
         self._recent = np.zeros(0, ROW)
         self._patience = _PATIENCE
         self._every = _FIRST_CHECK
@@ -110,7 +112,7 @@ class KernelWindows:
     def _look_for_unknown(self, rows: np.ndarray, now: int) -> None:
         if len(rows):
             self._recent = np.concatenate([self._recent, rows])[-_ROWS_KEPT:]
-        if self._are_known(rows["call"]) or len(self.windows) >= _MOST_WINDOWS:
+        if self._are_known(rows) or not self._may_open(now):
             if len(rows) >= _FEW:
                 self._unknown_since = 0
                 self._every = min(_RARELY, self._every * 2) if self.windows else _FIRST_CHECK
@@ -180,22 +182,27 @@ class KernelWindows:
             if self._profiler is None:
                 return
             began = time.perf_counter_ns()
-            self._is_ours = True
+            self._since_opened.append(self._new_rows())  # what comes while it lets go, it does not see
             try:
-                from torch.autograd import profiler
-
-                results = profiler._disable_profiler()
-                results.save(str(self._folder / f"window{len(self.windows) - 1}.json"))
+                self._save()
             finally:
-                self._is_ours = False
                 self._profiler = None
-            self._since_opened.append(self._new_rows())
-            self._known |= {*np.unique(np.concatenate(self._since_opened)["call"]).tolist()}
+            self._known = np.union1d(self._known, _commands_in(np.concatenate(self._since_opened)))
             self._since_opened = []
             self._unknown_since = 0
             self._patience *= 2
             self.windows[-1]["closed"] = time.perf_counter_ns()
             self.held_up += time.perf_counter_ns() - began
+
+    def _save(self) -> None:
+        from torch.autograd import profiler
+
+        self._is_ours = True
+        try:
+            results = profiler._disable_profiler()
+            results.save(str(self._folder / f"window{len(self.windows) - 1}.json"))
+        finally:
+            self._is_ours = False
 
     def _give_way(self, native: Function, *args: Any, **kwargs: Any) -> Any:
         if not self._is_ours:
@@ -206,12 +213,14 @@ class KernelWindows:
     def _knows_latest(self) -> bool:
         """The program waits for Python while rows are sorted, so this is asked first."""
         rows = self._latest_rows()
-        return len(self.windows) >= _MOST_WINDOWS or self._are_known(rows["call"][rows["begin"] > self._last_row])
+        return not self._may_open(time.perf_counter_ns()) or self._are_known(rows[rows["begin"] > self._last_row])
 
-    def _are_known(self, calls: np.ndarray) -> bool:
-        known = np.zeros(1 + max([int(calls.max(initial=0)), *self._known]), bool)
-        known[[*self._known]] = True
-        return len(calls) < _FEW or bool((~known[calls]).mean() < _UNKNOWN_SHARE)
+    def _may_open(self, now: int) -> bool:
+        return len(self.windows) < _WINDOWS or self.held_up < _MOST_HELD_UP * (now - self._began)
+
+    def _are_known(self, rows: np.ndarray) -> bool:
+        commands = _commands_in(rows)
+        return len(commands) < _FEW or bool((~np.isin(commands, self._known)).mean() < _UNKNOWN_SHARE)
 
     def _latest_rows(self) -> np.ndarray:
         with (self._folder / "rows").open("rb") as file:
@@ -227,6 +236,13 @@ class KernelWindows:
         if len(rows):
             self._last_row = int(rows["begin"][-1])
         return rows
+
+
+def _commands_in(rows: np.ndarray) -> np.ndarray:
+    """What each of them runs on the GPU: a call, or all of a graph. What is captured does not run."""
+    rows = rows[rows["flags"] & CallFlag.CAPTURED == 0]
+    is_graph = rows["flags"] & CallFlag.GRAPH != 0
+    return np.where(is_graph, -1 - rows["value"].astype(np.int64), rows["call"].astype(np.int64))
 
 
 def _keys_of(rows: np.ndarray) -> np.ndarray:

@@ -38,6 +38,8 @@ class CallFlag(IntFlag):
     """Recorded into a graph: nothing ran."""
     PAGEABLE = 4
     BLOCKING = 8
+    GRAPH = 16
+    """Launches a graph, which its value names."""
 
 
 @dataclass(frozen=True)

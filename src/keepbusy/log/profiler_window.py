@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,10 +90,7 @@ def learn_from_windows(
         if not path.exists():
             continue
         base, trace = _read(path)
-        seen = device_events(trace)
-        found = _aligned(
-            log, [one for one in seen if one.issued == one.issued], window["clock"] - window["wall"] + base
-        )
+        found = _aligned(log, _issued_inside(device_events(trace)), window["clock"] - window["wall"] + base)
         if found is None:
             continue
         first, last, events, ahead = found
@@ -122,12 +119,23 @@ def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _merged(times: Sequence[KernelTimes]) -> KernelTimes:
-    """What an earlier one knows counts for more."""
-    merged = times[0] if times else KernelTimes()
-    for one in times[1:]:
-        for name in ("durations", "fastest", "names", "by_function", "copies"):
-            setattr(merged, name, getattr(one, name) | getattr(merged, name))
+    """What an earlier one knows of a command counts for more; delays are those of the window that knows most."""
+    if not times:
+        return KernelTimes()
+    merged = replace(max(times, key=lambda one: len(one.durations)))
+    for name in ("durations", "fastest", "names", "by_function", "copies"):
+        known = dict[Any, Any]()
+        for one in reversed(times):
+            known |= getattr(one, name)
+        setattr(merged, name, known)
     return merged
+
+
+def _issued_inside(events: Sequence[DeviceEvent]) -> list[DeviceEvent]:
+    """Without those of which the window had no call, before its first one and after its last. In between it misses the
+    calls of some copies."""
+    inside = [place for place, event in enumerate(events) if not math.isnan(event.issued)]
+    return [*events[inside[0] : inside[-1] + 1]] if inside else []
 
 
 def _aligned(log: DriverLog, events: list[DeviceEvent], ahead: int) -> tuple[int, int, list[DeviceEvent], int] | None:
@@ -156,7 +164,7 @@ def _aligned(log: DriverLog, events: list[DeviceEvent], ahead: int) -> tuple[int
     best: tuple[float, int] | None = None
     for shift in range(len(logged) - len(profiled) + 1):
         if logged[shift] == profiled[0] and (logged[shift : shift + len(profiled)] == profiled).all():
-            differs = float(np.median(begin[near[shift : shift + len(profiled)]] - issued)) - ahead
+            differs = float(np.nanmedian(begin[near[shift : shift + len(profiled)]] - issued)) - ahead
             if best is None or abs(differs) < abs(best[0]):
                 best = differs, shift
     if best is None:  # several threads launch, in an order that only one of the two has right

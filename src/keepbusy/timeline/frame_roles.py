@@ -117,6 +117,7 @@ _CONTAINED = (
     (re.compile(r"^(cuda|hip)(Free|HostUnregister)|^cuMem(Free|AddressFree|Unmap|Release)"), Role.GIVES_BACK),
 )
 """What others than operators hold in their names."""
+_PURPOSES = Role.WRITES | Role.SCALER | Role.VALIDATES | Role.PRINTS
 _OPERATORS = (
     (_SCALARS, Role.READS | Role.READS_SCALAR),
     (("nonzero", "equal", "unique2", "_unique2"), Role.READS),
@@ -227,3 +228,8 @@ def _role(name: str) -> int:
         role |= Role.OBJECTS if _OBJECTS.match(name) else 0
         role |= Role.PIECE if _PIECE.match(name) else 0
     return int(role)
+
+
+def tells_purpose(file: str) -> bool:
+    """Whether PyTorch's lines in this file tell what goes on beneath: a checkpoint is written, a tensor printed."""
+    return any(role & _PURPOSES and pattern.search(file) for pattern, role in _CONTAINED)

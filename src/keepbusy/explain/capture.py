@@ -1,0 +1,134 @@
+"""What of a step CUDA graphs can hold: the longest runs of statements between which nothing has to stay on the host.
+
+A graph is captured around statements of one function. What a statement calls is captured with it, unless something in
+there has to stay: then the statements of the called function are looked at, and so on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from keepbusy.explain.causes import Scene
+from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.model import NONE, Direction, Frames, Ints, Kind, Mask
+
+FEWEST_LAUNCHES = 8
+"""To launch a graph takes as long as to launch one or two kernels, and what it needs is copied to it first."""
+
+
+class Capture(NamedTuple):
+    """What graphs hold of all steps."""
+
+    rows: Mask
+    """The host's rows that become launches of graphs, and their commands; not the first launch of each graph."""
+    waits: Mask
+    """The host's rows within that wait: these have to go first."""
+    stays: Mask
+    """The host's rows for which a graph ends: what they do cannot be captured."""
+    share: float
+    """Of all launches."""
+
+
+def captured(scene: Scene, goes: Mask) -> Capture:
+    """`goes`: waits that a fix can take away."""
+    spans, timeline = scene.timeline.spans, scene.timeline
+    stays, is_read = _stays(scene, goes), np.zeros(len(spans), bool)
+    is_read[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
+    launches = np.flatnonzero((scene.command != NONE) & ~is_read)
+    parted = frames_around(timeline.frames, spans.frame[stays])
+    run = _numbers(scene, stays, parted)
+    held = _alike(scene, launches, run[launches])
+    held = held[~np.isin(run[held], _without_forward(scene, stays, launches, run))]
+    first, last = (np.full(int(run.max(initial=0)) + 1, NONE, np.int64) for _ in range(2))
+    first[run[held][::-1]], last[run[held]] = held[::-1], held
+    rows = np.arange(len(spans))
+    inside = (rows > first[run]) & (rows <= last[run]) & (first[run] != NONE)
+    statement = scene.outermost(~parted)
+    inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
+    inside &= ~timeline.on_device & ~stays
+    launched = np.append(inside, False)[scene.launch] & (scene.launch != NONE)
+    return Capture(inside | launched, inside & scene.is_sync, stays, len(held) / max(1, len(launches)))
+
+
+def _stays(scene: Scene, goes: Mask) -> Mask:
+    """Waits, work of the program's own, batches that are taken, and copies between the GPU and the host."""
+    spans = scene.timeline.spans
+    crosses = scene.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
+    copies = np.append(crosses, False)[scene.command] & (scene.command != NONE)
+    reads = np.isin(np.arange(len(spans)), scene.last_launch[goes & (scene.copy_of_sync != NONE)])
+    kept = (scene.is_sync & ~goes) | (copies & ~reads) | (scene.loader_frame != NONE) | scene.is_heavy
+    return (kept | scene.within(Role.OBJECTS)) & ~scene.timeline.on_device & ~scene.by_workers
+
+
+def _numbers(scene: Scene, stays: Mask, parted: Mask) -> Ints:
+    """Of each row, a number that rows of one run share: of one lane, step and call, with nothing between that stays.
+    `parted`: calls in which something stays."""
+    spans = scene.timeline.spans
+    step = np.searchsorted(scene.timeline.marks_of(scene.timeline.ranks[0]), np.arange(len(spans)), side="right")
+    where = np.stack([spans.lane, step, scene.innermost(parted), np.cumsum(stays)])
+    return np.unique(where, axis=1, return_inverse=True)[1].reshape(-1)
+
+
+def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
+    """Those of these launches that stand in a run that launches the same most times that the program comes there."""
+    timeline, spans = scene.timeline, scene.timeline.spans
+    # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
+    amount = spans.work if timeline.facts.virtual else spans.blocks
+    commands = scene.command[launches]
+    launched = np.stack([spans.name[commands], spans.size[commands], amount[commands]])
+    order = np.argsort(run, kind="stable")
+    members = [one for one in np.split(order, np.flatnonzero(np.diff(run[order])) + 1) if len(one) >= FEWEST_LAUNCHES]
+    what = [launched[:, one].tobytes() for one in members]
+    where = [_path(scene, int(launches[one[0]])) for one in members]
+    often, visits = Counter(zip(where, what, strict=True)), Counter(where)
+    kept = [
+        launches[one]
+        for one, place, same in zip(members, where, what, strict=True)
+        if 2 * often[place, same] > visits[place]
+    ]
+    return np.sort(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
+
+
+def _without_forward(scene: Scene, stays: Mask, launches: Ints, run: Ints) -> Ints:
+    """Runs of backward passes most of whose forward pass stands in other runs, and those runs: a graph holds both."""
+    backward, optimizer = (scene.within(role)[launches] for role in (Role.BACKWARD, Role.OPTIMIZER))
+    step = np.searchsorted(scene.timeline.marks_of(scene.timeline.ranks[0]), launches, side="right")
+    kind = np.where(optimizer, 2, np.where(backward, 1, 0)) + 3 * step
+    edges = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(launches)]
+    before, begin, cut = 0, 0, list[Ints]()
+    piece = np.cumsum(stays)[launches]
+    for place, end in enumerate(edges):
+        begin = edges[place - 1] if place else 0
+        if kind[begin] % 3 == 1:
+            forward = np.arange(before, begin)
+            forward = forward[step[forward] == step[begin]]
+            if 2 * (piece[forward] == piece[begin]).sum() < len(forward):
+                cut.append(run[launches[[*forward, begin]]])
+        if kind[begin] % 3:
+            before = end
+    return np.unique(np.concatenate(cut)) if cut else np.zeros(0, np.int64)
+
+
+def _path(scene: Scene, row: int) -> int:
+    frame = int(scene.timeline.spans.frame[row])
+    return NONE if frame == NONE else int(scene.path[frame])
+
+
+def outwards(frames: Frames, frame: Ints) -> Iterator[Ints]:
+    """These frames, then the ones around each, as long as any has one."""
+    parent = np.append(frames.parent, NONE)
+    while (frame != NONE).any():
+        yield frame
+        frame = parent[frame]
+
+
+def frames_around(frames: Frames, inner: Ints) -> Mask:
+    """These frames, and those around them."""
+    result = np.zeros(len(frames) + 1, bool)
+    for frame in outwards(frames, inner):
+        result[frame] = True
+    return result[:-1]
