@@ -35,7 +35,7 @@ from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import KernelTimes, learn
 from keepbusy.log.kernel_times import device_events as seen_on_device
 from keepbusy.log.log_file import device_commands, read_log
-from keepbusy.log.rebuild import LONG_WAIT, rebuild
+from keepbusy.log.rebuild import LONG_WAIT, how_close, rebuild
 
 Step = Callable[[], object]
 
@@ -472,7 +472,7 @@ def closure(folders: list[Path]) -> Iterator[str]:
         run.waits = [wait for wait in run.waits if wait.begin > first]
         real = np.array([wait.ended for wait in run.waits], float)
         wrong = np.abs(np.array([wait.predicted for wait in run.waits]) - real)
-        since, long = np.diff(real, prepend=first), run.errors()
+        since, long = np.diff(real, prepend=first), how_close(run.waits)[0]
         wrong_by = f"{np.median(long):.1%} of each" if len(long) else ""
         text = f"{len(long)} of {LONG_WAIT // 1000} µs or more, wrong by {wrong_by}" if len(long) else "none long"
         yield (

@@ -42,6 +42,7 @@ EXPLAINED = {
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
     ),
     "keepbusy.explain.run_plan": (
+        Threshold("PREPARES", INFINITE, "What takes a tenth of the run before its loops is told."),
         Threshold(
             "_held_by_another",
             _unchanged,
@@ -68,9 +69,7 @@ EXPLAINED = {
         Threshold("FEWEST_LAUNCHES", INFINITE, "A graph of fewer than eight launches saves nothing."),
     ),
     "keepbusy.explain.remedies": (
-        Threshold(
-            "LEAST_CAPTURED", INFINITE, "Where graphs hold less than half of the launches: torch.compile."
-        ),
+        Threshold("LEAST_CAPTURED", INFINITE, "Where graphs hold less than half of the launches: torch.compile."),
         Threshold(
             "_collects",
             lambda _: False,
@@ -160,8 +159,8 @@ BOUNDS = {
     "keepbusy.explain.fix_plan": (
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK", "MOST_OF_IT"),
     ),
-    "keepbusy.explain.capture": (),
-    "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING"),
+    "keepbusy.explain.capture": ("MOST_GRAPHS",),
+    "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING", "UNUSED"),
     "keepbusy.explain.diagnosis": ("UNLIMITED",),
     "keepbusy.explain.ledger": (
         *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),

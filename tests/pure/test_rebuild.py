@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, learn
 from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, collective_of
-from keepbusy.log.rebuild import RebuiltRun, rebuild
+from keepbusy.log.rebuild import RebuiltRun, RebuiltWait, how_close, rebuild
 from keepbusy.timeline.model import PENDING_LIMIT
 
 
@@ -85,8 +85,8 @@ def test_waits_tell_how_fast_the_gpu_is_and_the_timeline_ends_with_them(slower: 
         ends.append(begin + LAUNCH + 40 * 50 * US * slower + 39 * GAP)
         written.call("stream_sync", took=(ends[-1] + BACK) / US - written.now)
     run = rebuilt(written, 2, 50)
-    assert run.errors()[0] == pytest.approx(abs(1 - 1 / slower) if slower > 1 else 1 - slower, abs=0.03)
-    assert (run.errors()[6:] < 0.01).all()
+    assert how_close(run.waits)[0][0] == pytest.approx(abs(1 - 1 / slower) if slower > 1 else 1 - slower, abs=0.03)
+    assert (how_close(run.waits)[0][6:] < 0.01).all()
     assert run.end[39::40] == pytest.approx(ends, abs=2 * US)
 
 
@@ -239,6 +239,27 @@ def test_a_copy_of_another_size_takes_what_its_bytes_take() -> None:
     assert known.all()
 
 
+def test_a_copy_that_was_waited_for_alone_tells_of_its_like_and_nothing_of_kernels() -> None:
+    """From fresh memory it takes three times what its bytes would."""
+    written = HandwrittenLog()
+    for _ in range(5):
+        written.call("copy_to_host", value=1_000_000, flags=CallFlag.PAGEABLE, took=300)
+        written.call("launch", 64)
+        written.call("stream_sync", took=(LAUNCH + 50 * US + BACK) / US - 1)
+    run = rebuilt(written, 2, 50)
+    copies, kernels = run.waits[0::2], run.waits[1::2]
+    assert abs(copies[0].predicted - copies[0].ended) > 100 * US
+    assert all(abs(one.predicted - one.ended) < 3 * US for one in (*copies[1:], *kernels))
+
+
+def test_most_of_what_was_waited_says_how_close_it_is() -> None:
+    waits = [RebuiltWait(0, 0, 10 * US, 11 * US)] * 98 + [RebuiltWait(0, 0, 100 * US, 20 * US)] * 2
+    wrong, apart, share = how_close(waits)
+    assert ([*wrong], np.median(apart)) == ([0.8, 0.8], US)
+    assert share == pytest.approx(200 / (200 + 98 * 11))
+    assert [len(one) for one in how_close([])[:2]] == [0, 0]
+
+
 def test_gaps_are_those_of_commands_that_were_issued_in_time() -> None:
     written = HandwrittenLog()
     for _ in range(4):
@@ -259,7 +280,11 @@ def test_a_run_on_an_h100_closes_at_its_waits(name: str, tmp_path: Path) -> None
     assert len(later) >= 100
     assert run.known > 0.99
     assert np.median(np.abs(wrong)) < 2 * US
-    assert np.median(run.errors()) < 0.03 if name == "graph" else not len(run.errors()[run.waits[0].row :])
+    assert (
+        np.median(how_close(run.waits)[0]) < 0.03
+        if name == "graph"
+        else not len(how_close(run.waits)[0][run.waits[0].row :])
+    )
 
 
 def test_a_large_copy_from_pageable_memory_ends_when_its_call_does() -> None:

@@ -20,6 +20,10 @@ FEWEST_LAUNCHES = 8
 """To launch a graph takes as long as to launch one or two kernels, and what it needs is copied to it first."""
 
 
+MOST_GRAPHS = 4
+"""At one place: each has its memory."""
+
+
 class Capture(NamedTuple):
     """What graphs hold of all steps."""
 
@@ -74,23 +78,25 @@ def _numbers(scene: Scene, stays: Mask, parted: Mask) -> Ints:
 
 
 def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
-    """Those of these launches that stand in a run that launches the same most times that the program comes there."""
+    """Those of these launches that stand in a run that launches the same in most steps, as one of few at its place: a
+    cache that grows would need a graph for each of its sizes."""
     timeline, spans = scene.timeline, scene.timeline.spans
     # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
     amount = spans.work if timeline.facts.virtual else spans.blocks
     commands = scene.command[launches]
     launched = np.stack([spans.name[commands], spans.size[commands], amount[commands]])
+    step = np.searchsorted(timeline.marks_of(timeline.ranks[0]), launches, side="right")
     order = np.argsort(run, kind="stable")
     members = [one for one in np.split(order, np.flatnonzero(np.diff(run[order])) + 1) if len(one) >= FEWEST_LAUNCHES]
-    what = [launched[:, one].tobytes() for one in members]
-    where = [_path(scene, int(launches[one[0]])) for one in members]
-    often, visits = Counter(zip(where, what, strict=True)), Counter(where)
-    kept = [
-        launches[one]
-        for one, place, same in zip(members, where, what, strict=True)
-        if 2 * often[place, same] > visits[place]
-    ]
-    return np.sort(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
+    seen = [(_path(scene, int(launches[one[0]])), launched[:, one].tobytes()) for one in members]
+    steps = [int(step[one[0]]) for one in members]
+    often = Counter(what for what, _ in {*zip(seen, steps, strict=True)})
+    visits = Counter(place for place, _ in {(place, at) for (place, _), at in zip(seen, steps, strict=True)})
+    usual = [one for one, count in often.items() if 2 * count > visits[one[0]]]
+    graphs = Counter(place for place, _ in usual)
+    kept = {one for one in usual if graphs[one[0]] <= MOST_GRAPHS}
+    held = [launches[one] for one, what in zip(members, seen, strict=True) if what in kept]
+    return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
 
 
 def _without_forward(scene: Scene, stays: Mask, launches: Ints, run: Ints) -> Ints:

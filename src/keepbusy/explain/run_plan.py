@@ -13,7 +13,7 @@ from itertools import chain
 from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix, Prediction, Where
 from keepbusy.explain.fix_plan import Plan, planned_fix
 from keepbusy.explain.ledger import NOISE
-from keepbusy.explain.remedies import PARTICULAR, REMEDIES, WORTH_NAMING, setting_of
+from keepbusy.explain.remedies import PARTICULAR, REMEDIES, WORTH_NAMING, Remedy, setting_of
 from keepbusy.timeline.figures import fixed
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import (
@@ -29,6 +29,10 @@ from keepbusy.timeline.run_facts import (
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
+PREPARES = 0.1
+"""Of a run: what takes less of it before its loops is not told, for many try a short run first."""
+UNUSED = 0.001
+"""Of its time: who works there for less is not used."""
 CAPTURING = 4
 """Turns that stay as they are for each capture: the runtime rehearses three, and captures what it would have run."""
 _SAYS_UNCAPTURED = re.compile(rf" ?The first {CAPTURING} iterations run uncaptured[^.]*\.")
@@ -42,7 +46,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[Une
         captures = _captures(one.place, told)
         fixes = (_of_all_steps(fix, one.turns, captures) if one.turns else fix for fix in one.diagnosis.plan)
         parts.append(tuple(replace(fix, loop=one.place) for fix in fixes))
-    parts += [*_idle_lines(told), *_idle_loops(told)]
+    parts += [*_idle_lines(told), *_idle_loops(told), *_prepared(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
     rows = _shared_evenly([*_as_far_as_loops_took(_told_once(chain(*parts), told), told)], uneven, told)
     return tuple(_set(_side_by_side(_held_by_another(fix, told), told), told) for fix in rows)
@@ -371,7 +375,18 @@ def _idle_loops(told: Diagnosis) -> Iterator[Plan]:
             yield _of_idle_part(part, [one for one in part.lines if one.idle >= WORTH_NAMING * waits], waits)
 
 
-def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int) -> Plan:
+def _prepared(told: Diagnosis) -> Iterator[Plan]:
+    """Loops that take much of the run and do not use the GPU, before or between those that do."""
+    run, explained = told.run, {told.loop, *(one.place for one in told.loops)}
+    if run is None or not told.steps_of_run:
+        return
+    for part in run.parts:
+        idle = part.kind == LOOP and 0 <= part.busy <= UNUSED * part.time
+        if idle and part.time > PREPARES * run.time and not any(one.named in explained for one in part.within()):
+            yield _of_idle_part(part, part.lines, part.waits, PARTICULAR["prepared"])
+
+
+def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int, remedy: Remedy = PARTICULAR["on_the_gpu"]) -> Plan:
     """What it takes is known, and how long the GPU was idle meanwhile: at worst nothing of that can go. Where a library
     holds a loop, the program's own line is where that is called."""
     in_a_loop, turns, left = part.kind == LOOP, max(1, part.turns), part.time - waits
@@ -381,7 +396,7 @@ def _of_idle_part(part: Part, lines: Sequence[LineTime], waits: int) -> Plan:
         places = [one.within or one.place for one in sorted(lines, key=lambda one: -one.idle)]
     return (
         planned_fix(
-            PARTICULAR["on_the_gpu"],
+            remedy,
             list(map(Where.of, places)),
             ("host_work",),
             waits // turns,

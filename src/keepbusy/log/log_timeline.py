@@ -51,6 +51,8 @@ from keepbusy.traces.kineto_names import NAMES_OF_CALLS
 _ALLOCATING = ("allocate", "free", "allocate_host", "free_host", "register_host", "unregister_host", "map_memory")
 _WAITING_FOR_ALL = ("free", "free_host", "unregister_host")
 """Of these, those that wait for the GPU."""
+_READ, _SCALAR = ("aten::item", "aten::_local_scalar_dense"), 8
+"""The operators that copy so few bytes to the host, and wait for them, where no window saw them."""
 _COPIES = {
     "copy_to_gpu": Direction.HOST_TO_DEVICE,
     "copy_to_host": Direction.DEVICE_TO_HOST,
@@ -154,6 +156,7 @@ class LogTimeline:
         self._is_sync = np.isin(self._kinds, SYNCS) & ran & ~has_commands
         self._is_allocation = np.isin(self._kinds, _ALLOCATING) & ran & ~has_commands
         self._is_note = self._kinds == "note"
+        self._reads_scalar = self._is_launch & (self._kinds == "copy_to_host") & (log.rows["value"] <= _SCALAR)
         self._is_waited_for = self._is_launch & _is_waited_for(log, self._kinds)
 
     def _threads(self) -> tuple[Ints, Mask]:
@@ -241,6 +244,12 @@ class LogTimeline:
         stack = self._stacks_beneath(rows, state, states)
         keys, of_key = different_rows(*self._keys[rows].T)
         operators = [self._host.operators.of(CallKey(*key)) for key in keys.tolist()]
+        unseen = np.array([not one.names for one in operators], bool)
+        copies = np.flatnonzero(unseen[of_key] & self._reads_scalar[rows])
+        waits = copies[copies + 1 < len(rows)] + 1
+        waits = waits[unseen[of_key[waits]] & (self._kinds[rows[waits]] == "stream_sync")]
+        of_key[copies], of_key[waits] = len(operators), len(operators) + 1
+        operators += [Operators(_READ), Operators(_READ, len(_READ))]
         which = np.where(self._is_note[rows], NONE, of_key)
         table, of_kind = different_rows(stack, state, which)
         lines, chains, shared = list[int](), list[int](), list[int]()

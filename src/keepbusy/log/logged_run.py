@@ -25,7 +25,7 @@ from keepbusy.log.log_timeline import HostSide, LogTimeline
 from keepbusy.log.memory_history import memory_use
 from keepbusy.log.profiler_window import CallOperators, learn_from_windows
 from keepbusy.log.program_log import FACTS, LOOKS
-from keepbusy.log.rebuild import RebuiltRun, rebuild
+from keepbusy.log.rebuild import RebuiltRun, how_close, rebuild
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import STEP_MARKS
@@ -245,15 +245,14 @@ def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:
 
 def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
     calls = sum(int((~np.isin(one.log.kinds(), ("note", THINNED, RESUMED))).sum()) for one in processes)
-    errors = np.concatenate([run.errors() for run in runs])
+    errors, apart, share = how_close([wait for run in runs for wait in run.waits])
     known = float(np.mean([run.known for run in runs]))
     took = sum(int(one.facts.get("ended", 0)) - int(one.facts.get("began", 0)) + one.left_out.time for one in processes)
     cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
-    if len(errors) >= _TELLING:
+    if len(errors) >= _TELLING and share >= 0.5:
         closes = f"rebuilt within {100 * float(np.median(errors)):.1f}% of {len(errors):,} real waits"
     else:
-        apart = [abs(wait.predicted - wait.ended) for run in runs for wait in run.waits]
-        closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if apart else ""
+        closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if len(apart) else ""
     part = _how_much(processes, took)
     kernels = f"{known:.0%} of kernel times known" if known < _MOST_KNOWN else ""
     windows = f"the profiler's windows held it up for {cost:.1%} of the time"

@@ -7,9 +7,10 @@ much: each is predicted from those before it, and then the timeline is made to e
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +35,8 @@ _KNOWN_LATELY = 1_000_000
 _FEWER, _MORE = 0.9, 1.5
 """Times the number that a queue is known to hold: so many may seem to be pending when it is full."""
 _LARGEST_QUEUE = 8 * PENDING_LIMIT
+_LATEST = 15
+"""Calls of a kind, of which the median tells what the next one takes."""
 _NO_COMMAND = -1
 LONG_WAIT = 50_000
 """Nanoseconds of work of which a wait tells the clock."""
@@ -65,14 +68,14 @@ class RebuiltRun:
     held_when_full: list[int] = field(default_factory=list)
     """Commands that were pending on a stream whenever a launch that had waited for room returned."""
 
-    def errors(self, least: int = LONG_WAIT) -> NDArray[np.float64]:
-        """Of each wait of so many nanoseconds, real or predicted: by what share of it the prediction was wrong."""
-        long = [
-            (abs(one.predicted - one.ended), max(one.ended, one.predicted) - one.begin)
-            for one in self.waits
-            if max(one.ended, one.predicted) - one.begin >= least
-        ]
-        return np.array([error / length for error, length in long], float)
+
+def how_close(waits: Sequence[RebuiltWait]) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+    """Of each long wait by what share of it the prediction was wrong, of each wait by how much, and the long ones'
+    share of all that was waited."""
+    begin, ended, predicted = np.array([(one.begin, one.ended, one.predicted) for one in waits]).reshape(-1, 3).T
+    apart, length = np.abs(predicted - ended), np.maximum(ended, predicted) - begin
+    long = length >= LONG_WAIT
+    return apart[long] / length[long], apart, float(length[long].sum() / max(1.0, length.sum()))
 
 
 class Meeting(NamedTuple):
@@ -206,7 +209,7 @@ class _Rebuilding:
 
     def __init__(self, what: Rebuilder, run: RebuiltRun, meetings: Mapping[int, Meeting]) -> None:
         self._log, self._times, self._steps = what.log, what.times, what.steps
-        self._durations, self._is_kernel = what.durations, what.is_kernel
+        self._durations, self._is_kernel = [*what.durations], what.is_kernel
         self._run, self._meetings = run, meetings
         self._streams = defaultdict[int, _StreamState](_StreamState)
         self._events = dict[int, _EventState]()
@@ -224,6 +227,8 @@ class _Rebuilding:
         """Since when it is measured how fast kernels are, and what corrections have added since."""
         self._pending = dict[tuple[int, int], int]()
         """Commands that were pending when the queue was full, by the call that waited and its stack."""
+        self._copies = defaultdict[tuple[int, int], list[float]](list)
+        """Of copies that were waited for, by call and size: what those took that found the GPU done."""
         self._calls = defaultdict[tuple[str, int], list[int]](list)
         """Of each kind of wait, by the stack it comes from: what calls took that found the GPU done."""
 
@@ -233,9 +238,12 @@ class _Rebuilding:
                 self._wait(row, what, self._events.get(value, _EventState()))
                 continue
             stream = self._streams[number]
+            if what == _COPY_WAITED_FOR:
+                self._copy_and_wait(row, stream, first, value)
+                continue
             if first < last:
                 self._issue(stream, range(first, last), begin)
-            if what == _COPY_WAITED_FOR or what == "stream_sync":
+            if what == "stream_sync":
                 self._wait(row, what, self._event_of(stream))
             elif what == _COPY_THROUGH_HOST:
                 self._copy_through_host(stream, begin + took)
@@ -281,17 +289,29 @@ class _Rebuilding:
         stream.busy_until = busy_until
         stream.commands.extend(commands)
 
-    def _wait(self, row: int, kind: str, event: _EventState) -> None:
+    def _wait(self, row: int, kind: str, event: _EventState, telling: float = LONG_WAIT) -> None:
         begin, took = int(self._log.begin[row]), int(self._log.took[row])
         calls, done = self._calls[kind, int(self._log.rows["stack"][row])], self._moment(event)
-        own = float(np.median(calls[-15:])) if calls else self._times.back
+        own = float(np.median(calls[-_LATEST:])) if calls else self._times.back
         is_late = done > begin
         predicted = max(done + self._times.back, begin + own) if is_late else begin + own
         self._run.waits.append(RebuiltWait(row, begin, begin + took, predicted))
         if is_late:
-            self._correct(event, max(float(begin), begin + took - self._times.back))
+            self._correct(event, max(float(begin), begin + took - self._times.back), telling)
         else:
             calls.append(took)
+
+    def _copy_and_wait(self, row: int, stream: _StreamState, number: int, size: int) -> None:
+        """It takes what others of its size took that found the GPU idle. Those tell nothing of how fast kernels are."""
+        begin, took = int(self._log.begin[row]), int(self._log.took[row])
+        alike = self._copies[int(self._log.rows["call"][row]), size]
+        if alike:
+            self._durations[number] = float(np.median(alike[-_LATEST:]))
+        is_alone = stream.busy_until <= begin
+        self._issue(stream, range(number, number + 1), begin)
+        self._wait(row, _COPY_WAITED_FOR, self._event_of(stream), math.inf if is_alone else LONG_WAIT)
+        if is_alone:
+            alike.append(max(0.0, took - self._times.launch - self._times.back))
 
     def _copy_through_host(self, stream: _StreamState, ended: int) -> None:
         """The driver carries it piece by piece, and the call comes back with the last one: when is known."""

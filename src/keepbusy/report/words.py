@@ -122,6 +122,7 @@ _FIXES = {
     "pin_memory": "pin the memory",
     "prefetch": "prefetch batches to the GPU",
     "prepare_in_workers": "use more loader workers",
+    "prepare_once": "prepare the data once",
     "prepare_in_workers without persistent_workers": "use more loader workers, started in each epoch",
     "share_among_workers": "split the data among workers",
     "print_copy": "print a copy on the CPU",

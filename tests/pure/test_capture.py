@@ -1,0 +1,118 @@
+"""What CUDA graphs hold of a step, on hand-built timelines. Microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from build import MB, Run, loop
+from told import TRAIN, told
+
+from keepbusy.explain.capture import Capture
+from keepbusy.explain.causes import Scene
+from keepbusy.explain.remedies import capture_of
+from keepbusy.timeline.model import Kind
+
+ITEM = ["aten::item", "aten::_local_scalar_dense"]
+PREPARE = "data.py(3): prepare"
+
+
+def capture(body: Callable[[Run], Any]) -> Capture:
+    def within(run: Run) -> None:
+        with run.inside(TRAIN):
+            body(run)
+
+    return capture_of(Scene(loop(within, 8)))
+
+
+def launches(run: Run, number: int = 20, **more: Any) -> Run:
+    for _ in range(number):
+        run.work(20, at=["aten::add"]).launch(5, at=["aten::add"], **more)
+    return run
+
+
+def test_graphs_end_where_the_host_has_something_of_its_own_to_do() -> None:
+    def body(run: Run) -> None:
+        run.copy(MB, 100, at=["aten::copy_"])
+        launches(launches(run).work(3_000, at=[PREPARE]))
+
+    found = capture(body)
+    assert found.share == pytest.approx(40 / 41, abs=0.01)
+    assert not found.waits.any()
+    timeline = loop(body, 8)
+    kinds = timeline.spans.kind[capture_of(Scene(timeline)).rows]
+    in_graphs = [(kinds == kind).sum() for kind in (Kind.LAUNCH, Kind.KERNEL)]
+    assert in_graphs == [9 * 2 * 19] * 2  # one launch of each is that of the graph
+
+
+def test_what_is_called_between_is_captured_with_it_unless_something_in_there_stays() -> None:
+    def body(run: Run) -> None:
+        launches(run)
+        with run.inside("model.py(7): forward"):
+            launches(run, 4)
+        launches(run)
+        with run.inside("model.py(9): route"):
+            launches(launches(run, 4).work(3_000, at=[PREPARE]), 4)
+
+    assert capture(body).share == pytest.approx(44 / 52)
+
+
+def test_reads_that_a_fix_takes_away_are_in_the_way_only_between_what_is_captured() -> None:
+    middle = capture(lambda run: launches(launches(run).sync(at=ITEM)))
+    assert (middle.share, middle.waits.sum()) == (1, pytest.approx(8, abs=1))
+    end = capture(lambda run: launches(run, 40).sync(at=ITEM))
+    assert (end.share, end.waits.sum()) == (1, 0)
+
+
+def test_of_what_a_mask_chooses_again_and_again_no_graph_is_made() -> None:
+    def body(run: Run) -> None:
+        for _ in range(10):
+            launches(run, 10).sync(at=["aten::index", "aten::nonzero"])
+
+    assert not capture(body).waits.any()
+
+
+def test_a_graph_holds_what_is_the_same_most_of_the_times() -> None:
+    turns = count()
+
+    def body(run: Run) -> None:
+        launches(run, blocks=next(turns)).work(3_000, at=[PREPARE])
+        launches(run, 30)
+
+    assert capture(body).share == pytest.approx(30 / 50)
+
+
+def test_a_cache_that_grows_is_captured_in_none_of_its_sizes() -> None:
+    def body(run: Run) -> None:
+        for size in range(10):
+            launches(run, blocks=size).sync(at=ITEM).work(3_000, at=[PREPARE])
+
+    assert capture(body).share == 0
+
+
+@pytest.mark.parametrize(("between", "share"), [(3_000, 0.0), (50, 1.0)])
+def test_a_backward_pass_is_captured_with_its_forward_pass(between: int, share: float) -> None:
+    def body(run: Run) -> None:
+        with run.inside("model.py(7): forward"):
+            launches(run)
+        run.work(between, at=[PREPARE])
+        with run.inside("backward"):
+            launches(run)
+
+    assert capture(body).share == share
+
+
+def test_nothing_is_captured_of_a_step_that_launches_little() -> None:
+    found = capture(lambda run: launches(run, 5))
+    assert (found.share, found.rows.any()) == (0, np.False_)
+
+
+def test_the_plan_says_what_stays_outside() -> None:
+    def body(run: Run) -> None:
+        launches(launches(run, 60).work(3_000, at=[PREPARE]), 5)
+
+    [fix] = [one for one in told(body).plan if one.fix == "graph"]
+    assert fix.reason == "Graphs hold 92% of the launches. What data.py:3 does stays outside."
