@@ -37,6 +37,9 @@ class Threshold:
 
 EXPLAINED = {
     "keepbusy.explain.fix_plan": (
+        Threshold(
+            "FAR_MORE", INFINITE, "What may save nothing comes first where it would save twice as much as all else."
+        ),
         Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
@@ -91,6 +94,7 @@ EXPLAINED = {
         ),
     ),
     "keepbusy.timeline.steps": (
+        Threshold("_RARE", 0.0, "Iterations that take far longer stand apart where they are fewer than a twentieth."),
         Threshold(
             "_FAR_LONGER", INFINITE, "Iterations of three times the median have their share of those that are replayed."
         ),
@@ -160,7 +164,7 @@ BOUNDS = {
         *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK", "MOST_OF_IT"),
     ),
     "keepbusy.explain.capture": ("MOST_GRAPHS",),
-    "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING", "UNUSED"),
+    "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING", "UNUSED", "A_SECOND"),
     "keepbusy.explain.diagnosis": ("UNLIMITED",),
     "keepbusy.explain.ledger": (
         *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
@@ -178,7 +182,7 @@ BOUNDS = {
     ),
     "keepbusy.timeline.ranks": ("SKEW", "SAME_CLOCK", "OTHER_CLOCK", "MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
     "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH", "USUAL_WORKERS"),
-    "keepbusy.timeline.steps": ("NOISE_OF_A_SCRIPT",),
+    "keepbusy.timeline.steps": ("NOISE_OF_A_SCRIPT", "SAMPLED_ROWS"),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
     "keepbusy.instrument.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),
 }

@@ -165,12 +165,12 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 702,
-    "timeline": 3066,
+    "timeline": 3099,
     "traces": 2413,
     "instrument": 3718,
     "log": 3128,
     "virtual": 9265,
-    "explain": 4748,
+    "explain": 4769,
     "report": 3322,
     "runtime": 6530,
     "cli": 3920,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from build import MB, Run, loop
+from build import MB, US, Run, loop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import loops
@@ -18,6 +18,7 @@ from keepbusy.timeline.run_facts import CutShort, PlainRun, RunFacts, WindowReas
 from keepbusy.timeline.steps import (
     by_pattern,
     period,
+    rare_steps,
     repetition,
     sample,
     whole_steps,
@@ -447,6 +448,22 @@ def test_one_step_in_very_many_that_takes_far_longer_is_no_part_of_a_small_sampl
     few = sample(whole, most_rows=len(whole) // 90)
     assert steps_of(few) < 60
     assert pace(few) == pytest.approx(pace(whole), rel=0.1)
+
+
+def test_rare_steps_that_take_far_longer_may_stand_apart() -> None:
+    run = Run.of()
+    for step in range(900):
+        run.step().work(1_000 + step if step % 100 == 50 else 20).launch(kernel=10)
+    whole = whole_steps(run.timeline())
+    others = sample(whole, apart=True)
+    assert steps_of(others) == steps_of(whole) - 9
+    assert others.spans.work[others.marks].max() < 100 * US
+    rare, count = rare_steps(whole, most_rows=6) or (None, 0)
+    assert (count, rare and steps_of(rare)) == (9, 4)
+    often = Run.of()
+    for step in range(100):
+        often.step().work(1_000 if step % 10 == 5 else 20).launch(kernel=10)
+    assert rare_steps(whole_steps(often.timeline())) is None
 
 
 def test_a_sample_keeps_the_same_steps_of_every_rank() -> None:

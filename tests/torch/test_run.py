@@ -210,7 +210,7 @@ def test_the_lines_of_an_installed_module_that_was_named_are_the_users_own(
     )
     (package / "model.py").write_text("def is_nan(loss):\n    return loss.item() != loss.item()\n")
     done = warm_python.keepbusy(
-        *("run", "--clock", "modelled", "-m", "installed.train"),
+        *("run", "--clock", "modelled", "--full", "-m", "installed.train"),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCES), str(package.parent)])},
     )

@@ -32,6 +32,7 @@ from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.run_facts import LOOP, USUAL_WORKERS, Part, WindowReason
 from keepbusy.timeline.steps import (
     marked_beside,
+    rare_steps,
     sample,
     stretch_beside,
     whole_steps,
@@ -133,7 +134,8 @@ def _explained(
     say("finding the steps", 0.0)
     timeline = _with_turn_around(timeline)
     whole = whole_steps(without_timer_reads(within_loop(timeline)), plain_step)
-    window = sample(whole)
+    loop = _loop_named(timeline.facts.run, timeline.facts.loop)
+    window = sample(whole, apart=bool(loop))
     say("replaying the plain run", 0.2)
     story = Story.of(window, plain_step, workers)
     say("fixing each cause", 0.5)
@@ -143,7 +145,7 @@ def _explained(
     plan, run = plan_of(story.scene, story.forecast, story.found), timeline.facts.run
     told = replace(
         told,
-        loop=_loop_named(run, timeline.facts.loop),
+        loop=loop,
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
         cut_short=timeline.facts.cut_short,
@@ -151,7 +153,7 @@ def _explained(
         is_modelled=timeline.facts.modelled,
         plan=plan,
         run=run,
-        loops=_loops(timeline, workers, run, turns),
+        loops=(*_loops(timeline, workers, run, turns), *_rare(timeline, whole, loop, workers)),
         turns=story.turns() if turns else None,
         draw=story.turns,
         notes=(
@@ -338,6 +340,18 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
                 turns = loop.turns if loop is not None else 0  # 0 where nobody counted
                 found.append(LoopDiagnosis(place, turns, replace(told, run=None)))
     return tuple(found)
+
+
+def _rare(timeline: Timeline, whole: Timeline, loop: str, workers: int) -> Iterator[LoopDiagnosis]:
+    """Steps that take far longer than others and are rare, as a loop of their own."""
+    found = rare_steps(whole)
+    if loop and found is not None:
+        steps, recorded = found
+        turns = round(recorded * max(1.0, _steps_of_run(timeline, whole) / len(whole.marks_of(whole.ranks[0]))))
+        story = Story.of(steps.change_facts(plain_step=None, plain_runs={}), None, workers)
+        told = story.diagnosis(steps, True, ())
+        plan = plan_of(story.scene, story.forecast, story.found)
+        yield LoopDiagnosis(f"{loop} (its {turns} longest iterations)", turns, replace(told, plan=plan, run=None))
 
 
 def _loop_named(run: Part | None, name: str) -> str:

@@ -51,6 +51,8 @@ REPLAYED_ROWS = 4_000_000
 """In all: some seconds."""
 AS_GOOD = 0.8
 """A fix that would save this share of what the chosen one saves, and little beyond it, could stand in its place."""
+FAR_MORE = 2.0
+"""So many times what the surest fixes would save: what may save nothing is tried before them."""
 GENERAL = {"host_work": 1, "launch_bound": 2}
 """Fixes that change the program more than others do: what is nearly as good without them comes first."""
 COMPILED_AWAY = 0.2
@@ -145,9 +147,8 @@ def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> t
     done, plan = Fixes(), list[PlannedFix]()
     while len(plan) < CANDIDATES:
         chosen = search.best_set(done)
-        if not chosen and search.uncertain:
+        if not chosen:
             break
-        search.uncertain = search.uncertain or not chosen
         chosen = search.with_joined(chosen)
         for one in search.in_order_of_gain(chosen, done):
             before, done = search.gain(done), done | {one}
@@ -168,7 +169,6 @@ class Search:
 
     forecast: Forecast
     candidates: list[Candidate]
-    uncertain: bool = False  # whether to look also at what gains something in some programs only
     _whole: dict[Fixes, int] = field(default_factory=dict)
     _left: int = 0
 
@@ -235,13 +235,19 @@ class Search:
         return Prediction(step, min(best.low, step), max(step, high))
 
     def best_set(self, done: Fixes) -> Fixes:
+        """What may gain nothing comes last, unless it is expected to gain far more than all else."""
+        sure, expected = self._best_of(done, uncertain=False), self._best_of(done, uncertain=True)
+        gained, more = (self.gain(done | some) - self.gain(done) for some in (sure, expected))
+        return expected if more >= FAR_MORE * gained else sure
+
+    def _best_of(self, done: Fixes, uncertain: bool) -> Fixes:
         """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise.
 
         Small sets are tried from below. From above, all that makes no difference leaves: more may stand behind one
         another than can be tried in all combinations.
         """
         noise, before = self.forecast.noise, self.gain(done)
-        rest = [one for one in self.candidates if one not in done and (self.uncertain or not one.is_uncertain)]
+        rest = [one for one in self.candidates if one not in done and (uncertain or not one.is_uncertain)]
         everything = self.gain(done.union(rest)) - before
         if everything <= noise:
             return frozenset()
@@ -389,7 +395,7 @@ def _as_graphs(scene: Scene, usual: Candidate) -> Candidate:
     places = by_place(scene, np.flatnonzero(capture.stays))
     if places:
         first, *others = sorted(places, key=lambda place: -len(places[place]))
-        more = f" and {len(others)} more lines do" if others else " does"
+        more = f" and {len(others)} other line{'s' if len(others) > 1 else ''} do" if others else " does"
         reason += f" What {first}{more} stays outside."
     return replace(usual, edit=edit, reason=reason)
 

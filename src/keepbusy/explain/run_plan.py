@@ -29,8 +29,8 @@ from keepbusy.timeline.run_facts import (
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
-PREPARES = 0.1
-"""Of a run: what takes less of it before its loops is not told, for many try a short run first."""
+PREPARES, A_SECOND = 0.1, 1_000_000_000
+"""Of a run, and nanoseconds: what takes less before its loops is not told, for many try a short run first."""
 UNUSED = 0.001
 """Of its time: who works there for less is not used."""
 CAPTURING = 4
@@ -382,7 +382,11 @@ def _prepared(told: Diagnosis) -> Iterator[Plan]:
         return
     for part in run.parts:
         idle = part.kind == LOOP and 0 <= part.busy <= UNUSED * part.time
-        if idle and part.time > PREPARES * run.time and not any(one.named in explained for one in part.within()):
+        if (
+            idle
+            and part.time > max(A_SECOND, PREPARES * run.time)
+            and not any(one.named in explained for one in part.within())
+        ):
             yield _of_idle_part(part, part.lines, part.waits, PARTICULAR["prepared"])
 
 

@@ -250,22 +250,52 @@ def period(counts: Ints) -> int:
     return 1
 
 
-def sample(timeline: Timeline, most_rows: int = 36_000) -> Timeline:
+SAMPLED_ROWS = 36_000
+
+
+def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = False) -> Timeline:
     """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order. Of those
-    that take far longer than others, as where something is saved now and then, there is the share that they have."""
-    marks = timeline.marks_of(timeline.ranks[0])
-    wanted = max(8, most_rows * len(marks) // max(1, len(timeline)))
-    if len(marks) <= wanted:
-        return timeline
+    that take far longer than others, as where something is saved now and then, there is the share that they have.
+    `apart`: and none of them where they are rare."""
+    usual, long = _by_length(timeline)
+    if apart and _are_rare(usual, long):
+        long = long[:0]
+    count = len(usual) + len(long)
+    wanted = max(8, most_rows * count // max(1, len(timeline)))
+    if count > wanted:
+        of_long = max(1, round(wanted * len(long) / count)) if len(long) else 0
+        of_usual = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted) if of_long else wanted
+        if of_long / (of_long + of_usual) > 2 * len(long) / count:  # left out, they are missed by less
+            of_long, of_usual = 0, wanted
+        usual, long = _evenly(usual, min(of_usual, len(usual))), _evenly(long, of_long)
+    chosen = np.sort(np.concatenate([usual, long]))
+    return timeline if len(chosen) == len(timeline.marks_of(timeline.ranks[0])) else _of_steps(timeline, chosen)
+
+
+def rare_steps(timeline: Timeline, most_rows: int = SAMPLED_ROWS) -> tuple[Timeline, int] | None:
+    """Some of those that take far longer than others and are rare, and how many there are; None if there are none."""
+    usual, long = _by_length(timeline)
+    if not _are_rare(usual, long):
+        return None
+    wanted = max(_FEWEST_RARE, most_rows * (len(usual) + len(long)) // max(1, len(timeline)))
+    return _of_steps(timeline, np.sort(_evenly(long, min(len(long), wanted)))), len(long)
+
+
+def _are_rare(usual: Ints, long: Ints) -> bool:
+    return 1 < len(long) < _RARE * len(usual)
+
+
+def _by_length(timeline: Timeline) -> tuple[Ints, Ints]:
+    """Usual steps, and those that take far longer, by their length on the rank where each takes longest: one that is
+    ahead waits later."""
     of_ranks = [_lengths(timeline, rank) for rank in timeline.ranks]
-    lengths = np.max([one for one in of_ranks if len(one) == len(marks)], axis=0)  # one that is ahead waits later
-    by_length = np.argsort(lengths, kind="stable")
-    usual, long = np.split(by_length, [int((lengths <= _FAR_LONGER * np.median(lengths)).sum())])
-    of_long = max(1, round(wanted * len(long) / len(marks))) if len(long) else 0
-    of_usual = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted) if of_long else wanted
-    if of_long / (of_long + of_usual) > 2 * len(long) / len(marks):  # left out, they are missed by less
-        of_long, of_usual = 0, wanted
-    chosen = np.sort(np.concatenate([_evenly(usual, min(of_usual, len(usual))), _evenly(long, of_long)]))
+    lengths = np.max([one for one in of_ranks if len(one) == len(of_ranks[0])], axis=0)
+    order = np.argsort(lengths, kind="stable")
+    usual, long = np.split(order, [int((lengths <= _FAR_LONGER * np.median(lengths)).sum())])
+    return usual, long
+
+
+def _of_steps(timeline: Timeline, chosen: Ints) -> Timeline:
     kept = np.isin(_step_of_rows(timeline), chosen)
     marks = timeline.marks[kept[timeline.marks]]
     return timeline.change(marks=marks).keep(kept).keep_frames(_frames_within(timeline, chosen))
@@ -275,6 +305,9 @@ _FAR_LONGER = 3.0
 """Times the median: a step that takes so long did something that most do not."""
 _MOST_FOR_LONG = 4
 """So many times as many steps are replayed, at most, for one that takes far longer to have its share."""
+_RARE = 0.05
+"""Of the others: fewer steps that take far longer are explained by themselves."""
+_FEWEST_RARE = 4
 
 
 def _lengths(timeline: Timeline, rank: int) -> Ints:
