@@ -170,7 +170,7 @@ LINES = {
     "instrument": 3718,
     "log": 3128,
     "virtual": 9265,
-    "explain": 4769,
+    "explain": 4772,
     "report": 3322,
     "runtime": 6530,
     "cli": 3920,
