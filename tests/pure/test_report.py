@@ -162,7 +162,7 @@ def test_much_that_is_unknown_is_not_called_noise() -> None:
 
 def test_a_cause_that_no_fix_of_the_plan_removes_is_not_called_noise() -> None:
     assert "The GPU is busy 27% of an iteration. Python waits for copies to finish." in verdict.render(STALLED)
-    for unsure in ({"predicted": predicted(31, 30, 32)}, {"fix": "compile"}):
+    for unsure in ({"predicted": predicted(31, 30, 32)}, {"cause": "launch_bound"}):
         causes = tuple(replace(one, **unsure) for one in STALLED.causes)
         assert "No fix saves more than the noise" in verdict.render(replace(STALLED, causes=causes))
 

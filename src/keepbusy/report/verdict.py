@@ -157,7 +157,7 @@ def _nothing_to_save(diagnosis: Diagnosis) -> str:
         return "Pipeline stages wait for each other, and no line is to blame."
     if launches > much:
         return f"It waits {duration(launches, step)} for launches, and no fix is predicted to save them."
-    known = [one for one in diagnosis.causes if one.fix != "compile"]  # what that saves is not known before it is tried
+    known = [one for one in diagnosis.causes if one.cause != "launch_bound"]  # of which a graph holds too little
     if cause := next((one for one in known if step - one.predicted.step > diagnosis.noise), None):
         return f"{look(cause.cause).sentence}."
     noise = f" ({duration(diagnosis.noise)})" if diagnosis.noise else ""

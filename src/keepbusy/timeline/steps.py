@@ -257,7 +257,7 @@ def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = Fals
     """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order. Of those
     that take far longer than others, as where something is saved now and then, there is the share that they have.
     `apart`: and none of them where they are rare."""
-    usual, long = _by_length(timeline)
+    usual, long, _ = _by_length(timeline)
     if apart and _are_rare(usual, long):
         long = long[:0]
     count = len(usual) + len(long)
@@ -273,9 +273,10 @@ def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = Fals
 
 
 def rare_steps(timeline: Timeline, most_rows: int = SAMPLED_ROWS) -> tuple[Timeline, int] | None:
-    """Some of those that take far longer than others and are rare, and how many there are; None if there are none."""
-    usual, long = _by_length(timeline)
-    if not _are_rare(usual, long):
+    """Some of those that take far longer than others and are rare, and how many there are; None if there are none, or
+    if they take next to nothing of the time."""
+    usual, long, take = _by_length(timeline)
+    if not _are_rare(usual, long) or take < NOISE_OF_A_SCRIPT:
         return None
     wanted = max(_FEWEST_RARE, most_rows * (len(usual) + len(long)) // max(1, len(timeline)))
     return _of_steps(timeline, np.sort(_evenly(long, min(len(long), wanted)))), len(long)
@@ -285,14 +286,14 @@ def _are_rare(usual: Ints, long: Ints) -> bool:
     return 1 < len(long) < _RARE * len(usual)
 
 
-def _by_length(timeline: Timeline) -> tuple[Ints, Ints]:
-    """Usual steps, and those that take far longer, by their length on the rank where each takes longest: one that is
-    ahead waits later."""
+def _by_length(timeline: Timeline) -> tuple[Ints, Ints, float]:
+    """Usual steps, those that take far longer, and their share of the time; by the length of each on the rank where it
+    takes longest: one that is ahead waits later."""
     of_ranks = [_lengths(timeline, rank) for rank in timeline.ranks]
     lengths = np.max([one for one in of_ranks if len(one) == len(of_ranks[0])], axis=0)
     order = np.argsort(lengths, kind="stable")
     usual, long = np.split(order, [int((lengths <= _FAR_LONGER * np.median(lengths)).sum())])
-    return usual, long
+    return usual, long, float(lengths[long].sum() / max(1, lengths.sum()))
 
 
 def _of_steps(timeline: Timeline, chosen: Ints) -> Timeline:
