@@ -153,7 +153,7 @@ def _explained(
         is_modelled=timeline.facts.modelled,
         plan=plan,
         run=run,
-        loops=(*_loops(timeline, workers, run, turns), *_rare(timeline, whole, loop, workers)),
+        loops=(*_loops(timeline, workers, run, turns), *_rare(timeline, whole, loop, workers, turns)),
         turns=story.turns() if turns else None,
         draw=story.turns,
         notes=(
@@ -342,7 +342,7 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
     return tuple(found)
 
 
-def _rare(timeline: Timeline, whole: Timeline, loop: str, workers: int) -> Iterator[LoopDiagnosis]:
+def _rare(timeline: Timeline, whole: Timeline, loop: str, workers: int, drawn: bool) -> Iterator[LoopDiagnosis]:
     """Steps that take far longer than others and are rare, as a loop of their own."""
     found = rare_steps(whole)
     if loop and found is not None:
@@ -350,8 +350,9 @@ def _rare(timeline: Timeline, whole: Timeline, loop: str, workers: int) -> Itera
         turns = round(recorded * max(1.0, _steps_of_run(timeline, whole) / len(whole.marks_of(whole.ranks[0]))))
         story = Story.of(steps.change_facts(plain_step=None, plain_runs={}), None, workers)
         told = story.diagnosis(steps, True, ())
-        plan = plan_of(story.scene, story.forecast, story.found)
-        yield LoopDiagnosis(f"{loop} (its {turns} longest iterations)", turns, replace(told, plan=plan, run=None))
+        told = replace(told, plan=plan_of(story.scene, story.forecast, story.found))
+        told = replace(told, run=None, turns=story.turns() if drawn else None)
+        yield LoopDiagnosis(f"{loop} (its {turns} longest iterations)", turns, told)
 
 
 def _loop_named(run: Part | None, name: str) -> str:

@@ -361,7 +361,7 @@ def _loop(name: str) -> str:
 
 def _holder(function: str) -> str:
     """`trainer.py:1842` of `lib/trainer.py:1842 in fit`: several loops of a library may stand at one line."""
-    return tame(function.partition(" in ")[0].rpartition("/")[2])
+    return tame(function.removesuffix(")").partition(" in ")[0].rpartition("/")[2])
 
 
 def _is_part(run: Part | None, place: str, turn: int) -> bool:

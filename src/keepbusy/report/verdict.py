@@ -277,7 +277,7 @@ class Summary(NamedTuple):
     """The verdict in parts, for reports that are not text."""
 
     header: str
-    headline: str  # the largest saving by iteration; empty if there is none
+    headline: str  # the largest saving: by iteration, or of the run if it is in another loop; empty if there is none
     largest: int  # the number of the item that saves it, from 0
     statement: str
     items: tuple[Item, ...]
@@ -288,16 +288,19 @@ def summary(diagnosis: Diagnosis) -> Summary:
     """The same words and numbers as in `lines`, of all fixes."""
     rows = run_report.planned_rows(diagnosis)
     items = tuple(Item(_place(row.fix.where), words.fix(row.fix.fix), _prediction(row)) for row in rows)
-    savings = [0 if row.only_with else row.before - row.after for row in rows]
+    are_runs_known = all(row.run_after != NONE for row in rows)
+    of_run = [row.run_before - row.run_after if are_runs_known else row.before - row.after for row in rows]
+    savings = [0 if row.only_with else saved for row, saved in zip(rows, of_run, strict=True)]
     largest = max(range(len(rows)), key=savings.__getitem__, default=NONE)
     headline = ""
     if rows and savings[largest] > 0:
         row = rows[largest]
         headline = f"{transition(row.before, row.after)} per iteration"
+        of_all = (row.run_before, row.run_after) if row.run_after != NONE else (row.before, row.after)
         if diagnosis.one_turn:
-            is_run_known = row.run_after != NONE
-            before, after = (row.run_before, row.run_after) if is_run_known else (row.before, row.after)
-            headline = f"{transition(before, after)} for the script"
+            headline = f"{transition(*of_all)} for the script"
+        elif row.fix.loop and row.run_after != NONE:
+            headline = f"{transition(*of_all)} for the run"
     first = header(diagnosis, WITHOUT_END).plain.removeprefix("keepbusy · ")
     why = f"{run_report.cut_short(diagnosis)} {statement(diagnosis)}".strip()
     return Summary(first, headline, largest, why, items, _total(diagnosis, rows))
