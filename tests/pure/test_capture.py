@@ -106,8 +106,9 @@ def test_a_backward_pass_is_captured_with_its_forward_pass(between: int, share: 
 
 
 def test_nothing_is_captured_of_a_step_that_launches_little() -> None:
-    found = capture(lambda run: launches(run, 5))
-    assert (found.share, found.rows.any()) == (0, np.False_)
+    for number in (5, 0):
+        found = capture(lambda run, number=number: launches(run, number).work(100))
+        assert (found.share, found.rows.any()) == (0, np.False_)
 
 
 def test_the_plan_says_what_stays_outside() -> None:

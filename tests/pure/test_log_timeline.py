@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -229,6 +230,34 @@ def test_an_annotation_stands_within_the_lines_that_it_was_made_from() -> None:
     assert found == [
         (f"{main} | Optimizer.step#SGD.step | train.py(3): step", 0, 10),
         (f"{main} | train.py(3): step", 10, 20),
+    ]
+
+
+def test_a_read_of_a_scalar_is_known_without_a_window() -> None:
+    """PyTorch copies the bytes and waits."""
+    written = HandwrittenLog(stacks={1: (MAIN,)})
+    for bytes_read in (8, 4096):
+        written.call("copy_to_host", value=bytes_read, took=10, stack=1)
+        written.call("stream_sync", took=10, stack=1)
+    names = [name for name, *_ in host_frames(told_with(written, HostSide()))]
+    main = "train.py(9): <module>"
+    assert names == [f"{main} | aten::item | aten::_local_scalar_dense"] * 2 + [main] * 2
+
+
+def test_of_lines_in_pytorch_the_one_that_tells_the_purpose_is_kept() -> None:
+    torch = find_spec("torch")
+    folder = Path(torch.origin).parent if torch and torch.origin else Path("/usr/lib/python3/site-packages/torch")
+    inner, saves, outer = (
+        StackFrame(str(folder / "serialization.py"), line, name)
+        for line, name in ((1_200, "persistent_id"), (1_310, "_save"), (964, "save"))
+    )
+    written = HandwrittenLog(stacks={1: (inner, saves, outer, MAIN)})
+    written.call("launch", 1, took=10, stack=1)
+    [(names, *_)] = host_frames(told_with(written, HostSide()))
+    assert names.split(" | ") == [
+        "train.py(9): <module>",
+        "torch/serialization.py(964): save",
+        "torch/serialization.py(1200): persistent_id",
     ]
 
 

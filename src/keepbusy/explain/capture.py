@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +19,6 @@ from keepbusy.timeline.model import NONE, Direction, Frames, Ints, Kind, Mask
 
 FEWEST_LAUNCHES = 8
 """To launch a graph takes as long as to launch one or two kernels, and what it needs is copied to it first."""
-
-
 MOST_GRAPHS = 4
 """At one place: each has its memory."""
 
@@ -40,9 +39,9 @@ class Capture(NamedTuple):
 def captured(scene: Scene, goes: Mask) -> Capture:
     """`goes`: waits that a fix can take away."""
     spans, timeline = scene.timeline.spans, scene.timeline
-    stays, is_read = _stays(scene, goes), np.zeros(len(spans), bool)
-    is_read[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
-    launches = np.flatnonzero((scene.command != NONE) & ~is_read)
+    reads = np.zeros(len(spans), bool)  # copies that go with the waits
+    reads[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
+    stays, launches = _stays(scene, goes, reads), np.flatnonzero((scene.command != NONE) & ~reads)
     parted = frames_around(timeline.frames, spans.frame[stays])
     run = _numbers(scene, stays, parted)
     held = _alike(scene, launches, run[launches])
@@ -58,12 +57,11 @@ def captured(scene: Scene, goes: Mask) -> Capture:
     return Capture(inside | launched, inside & scene.is_sync, stays, len(held) / max(1, len(launches)))
 
 
-def _stays(scene: Scene, goes: Mask) -> Mask:
+def _stays(scene: Scene, goes: Mask, reads: Mask) -> Mask:
     """Waits, work of the program's own, batches that are taken, and copies between the GPU and the host."""
     spans = scene.timeline.spans
     crosses = scene.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
     copies = np.append(crosses, False)[scene.command] & (scene.command != NONE)
-    reads = np.isin(np.arange(len(spans)), scene.last_launch[goes & (scene.copy_of_sync != NONE)])
     kept = (scene.is_sync & ~goes) | (copies & ~reads) | (scene.loader_frame != NONE) | scene.is_heavy
     return (kept | scene.within(Role.OBJECTS)) & ~scene.timeline.on_device & ~scene.by_workers
 
@@ -105,10 +103,8 @@ def _without_forward(scene: Scene, stays: Mask, launches: Ints, run: Ints) -> In
     step = np.searchsorted(scene.timeline.marks_of(scene.timeline.ranks[0]), launches, side="right")
     kind = np.where(optimizer, 2, np.where(backward, 1, 0)) + 3 * step
     edges = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(launches)]
-    before, begin, cut = 0, 0, list[Ints]()
-    piece = np.cumsum(stays)[launches]
-    for place, end in enumerate(edges):
-        begin = edges[place - 1] if place else 0
+    before, cut, piece = 0, list[Ints](), np.cumsum(stays)[launches]
+    for begin, end in pairwise([0, *edges]) if len(launches) else ():
         if kind[begin] % 3 == 1:
             forward = np.arange(before, begin)
             forward = forward[step[forward] == step[begin]]

@@ -167,7 +167,7 @@ def _nothing_to_save(diagnosis: Diagnosis) -> str:
 def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -> list[Text]:
     """A fix a line; where that is too wide, the fix with its prediction, and its place below it."""
     shown = rows[:listed]
-    names, predictions = [words.fix(row.fix.fix) for row in shown], [_prediction(row) for row in shown]
+    names, predictions = [words.fix(row.fix.fix) for row in shown], [_in_short(row) for row in shown]
     room = width - 3 - 2 - 2 - max(map(len, names)) - max(map(len, predictions))
     places = [_place(row.fix.where) for row in shown]
     if max(map(len, places)) > room:
@@ -198,6 +198,13 @@ def _prediction(row: PlanRow) -> str:
     if row.only_with:
         return f"only with {row.only_with}"
     return f"{transition(row.before, row.after)} ({span_of(row.low, row.high, row.before)})"
+
+
+def _in_short(row: PlanRow) -> str:
+    """The run where it is of another loop, whose iterations are named nowhere else."""
+    if row.fix.loop and row.run_after != NONE and not row.only_with:
+        return f"the run {transition(row.run_before, row.run_after)}"
+    return _prediction(row)
 
 
 def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
