@@ -171,7 +171,7 @@ LINES = {
     "log": 3128,
     "virtual": 9265,
     "explain": 4773,
-    "report": 3326,
+    "report": 3332,
     "runtime": 6530,
     "cli": 3920,
     "fix": 7028,
