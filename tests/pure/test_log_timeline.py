@@ -29,6 +29,10 @@ from keepbusy.timeline.replay import replay
 from keepbusy.timeline.run_facts import LOOP, RunFacts
 
 
+TORCH = getattr(find_spec("torch"), "origin", None) or ""
+"""Nothing where it is not installed."""
+
+
 def timeline(written: HandwrittenLog, begins: tuple[float, ...] = ()) -> Timeline:
     log = written.log()
     taught = times(log, 2, 50)
@@ -244,10 +248,9 @@ def test_a_read_of_a_scalar_is_known_without_a_window() -> None:
     assert names == [f"{main} | aten::item | aten::_local_scalar_dense"] * 2 + [main] * 2
 
 
-@pytest.mark.skipif(find_spec("torch") is None, reason="which lines are PyTorch's is known where it is installed")
+@pytest.mark.skipif(not TORCH, reason="which lines are PyTorch's is known where it is installed")
 def test_of_lines_in_pytorch_the_one_that_tells_the_purpose_is_kept() -> None:
-    torch = find_spec("torch")
-    folder = Path(str(torch and torch.origin)).parent
+    folder = Path(TORCH).parent
     inner, saves, outer = (
         StackFrame(str(folder / "serialization.py"), line, name)
         for line, name in ((1_200, "persistent_id"), (1_310, "_save"), (964, "save"))
