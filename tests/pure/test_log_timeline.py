@@ -28,7 +28,6 @@ from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
 from keepbusy.timeline.run_facts import LOOP, RunFacts
 
-
 TORCH = getattr(find_spec("torch"), "origin", None) or ""
 """Nothing where it is not installed."""
 
