@@ -105,6 +105,17 @@ def test_a_backward_pass_is_captured_with_its_forward_pass(between: int, share: 
     assert capture(body).share == share
 
 
+def test_an_evaluation_before_it_is_not_the_forward_pass_of_a_backward_pass() -> None:
+    def body(run: Run) -> None:
+        launches(run, 30).work(3_000, at=[PREPARE])
+        with run.inside("model.py(7): forward"):
+            launches(run)
+        with run.inside("backward"):
+            launches(run, 30)
+
+    assert capture(body).share == 1
+
+
 def test_nothing_is_captured_of_a_step_that_launches_little() -> None:
     for number in (5, 0):
         found = capture(lambda run, number=number: launches(run, number).work(100))

@@ -170,7 +170,7 @@ LINES = {
     "instrument": 3718,
     "log": 3128,
     "virtual": 9265,
-    "explain": 4773,
+    "explain": 4770,
     "report": 3332,
     "runtime": 6530,
     "cli": 3920,

@@ -106,7 +106,8 @@ def _without_forward(scene: Scene, stays: Mask, launches: Ints, run: Ints) -> In
     before, cut, piece = 0, list[Ints](), np.cumsum(stays)[launches]
     for begin, end in pairwise([0, *edges]) if len(launches) else ():
         if kind[begin] % 3 == 1:
-            forward = np.arange(before, begin)
+            # no more of what came before than it launches itself: the rest may be another pass, without gradients
+            forward = np.arange(max(before, 2 * begin - end), begin)
             forward = forward[step[forward] == step[begin]]
             if 2 * (piece[forward] == piece[begin]).sum() < len(forward):
                 cut.append(run[launches[[*forward, begin]]])
