@@ -45,7 +45,7 @@ EXPLAINED = {
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
     ),
     "keepbusy.explain.run_plan": (
-        Threshold("PREPARES", INFINITE, "What takes a tenth of the run before its loops is told."),
+        Threshold("PREPARES", INFINITE, "A loop that takes a tenth of the run without the GPU is in the plan."),
         Threshold(
             "_held_by_another",
             _unchanged,

@@ -901,15 +901,15 @@ def test_a_run_that_was_watched_is_explained_with_its_tree_and_its_loader() -> N
 
 
 @pytest.mark.parametrize(("busy", "seconds", "planned"), [(0, 9, True), (0, 1, False), (2_000, 9, False)])
-def test_a_loop_that_prepares_for_long_is_told_if_the_gpu_is_not_used_in_it(
+def test_a_loop_that_prepares_for_long_is_planned_if_the_gpu_is_not_used_in_it(
     busy: int, seconds: int, planned: bool
 ) -> None:
     time = seconds * 1_000 * MS
     long = Part(LOOP, place="data.py:54", function="normalise", time=time, busy=busy * MS, turns=64, turn=time // 64)
     run = replace(TREE, parts=(long, *TREE.parts))
     found = explained(loop(two_reads, 8, device=H200, run=run, loop="train.py:64"))
-    told_of = [one for one in found.plan if one.fix == "prepare_once"]
-    assert [one.run_gain for one in told_of] == ([long.time] if planned else [])
+    prepared = [one for one in found.plan if one.fix == "prepare_once"]
+    assert [one.run_gain for one in prepared] == ([long.time] if planned else [])
 
 
 def test_only_what_is_planned_leaves_the_harmless_ones() -> None:

@@ -349,10 +349,9 @@ def _rare(timeline: Timeline, whole: Timeline, loop: str, workers: int, drawn: b
         steps, recorded = found
         turns = round(recorded * max(1.0, _steps_of_run(timeline, whole) / len(whole.marks_of(whole.ranks[0]))))
         story = Story.of(steps.change_facts(plain_step=None, plain_runs={}), None, workers)
-        told = story.diagnosis(steps, True, ())
-        told = replace(told, plan=plan_of(story.scene, story.forecast, story.found))
-        told = replace(told, run=None, turns=story.turns() if drawn else None)
-        yield LoopDiagnosis(f"{loop} (its {turns} longest iterations)", turns, told)
+        plan, drawing = plan_of(story.scene, story.forecast, story.found), story.turns() if drawn else None
+        diagnosis = replace(story.diagnosis(steps, True, ()), plan=plan, run=None, turns=drawing)
+        yield LoopDiagnosis(f"{loop} (its {turns} longest iterations)", turns, diagnosis)
 
 
 def _loop_named(run: Part | None, name: str) -> str:

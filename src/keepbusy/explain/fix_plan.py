@@ -150,17 +150,13 @@ def plan_of(scene: Scene, forecast: Forecast, found: Mapping[str, Finding]) -> t
         if not chosen:
             break
         chosen = search.with_joined(chosen)
+        goes_first = any(one.captures for one in chosen) and any(one.in_the_middle for one in chosen)
         for one in search.in_order_of_gain(chosen, done):
             before, done = search.gain(done), done | {one}
             gained = search.gain(done) - before
-            if gained > forecast.noise or not any(_waits_for_others(other, chosen) for other in chosen):
+            if gained > forecast.noise or not goes_first:  # else it is named with the graph
                 plan.append(search.planned(one, done, gained, chosen))
     return tuple(plan)
-
-
-def _waits_for_others(one: Candidate, fixes: Fixes) -> bool:
-    """Whether one of the others has to be made first: launches are captured once nothing waits between them."""
-    return one.captures and any(other.in_the_middle for other in fixes)
 
 
 @dataclass(eq=False)

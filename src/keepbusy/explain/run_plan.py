@@ -30,9 +30,9 @@ from keepbusy.timeline.run_facts import (
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
 PREPARES, A_SECOND = 0.1, 1_000_000_000
-"""Of a run, and nanoseconds: what takes less before its loops is not told, for many try a short run first."""
+"""Of a run, and nanoseconds: what takes less before its loops is not planned, for many try a short run first."""
 UNUSED = 0.001
-"""Of its time: who works there for less is not used."""
+"""Of a loop: a GPU that works for less of it is not used there."""
 CAPTURING = 4
 """Turns that stay as they are for each capture: the runtime rehearses three, and captures what it would have run."""
 _SAYS_UNCAPTURED = re.compile(rf" ?The first {CAPTURING} iterations run uncaptured[^.]*\.")

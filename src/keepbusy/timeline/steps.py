@@ -251,6 +251,7 @@ def period(counts: Ints) -> int:
 
 
 SAMPLED_ROWS = 36_000
+"""Of a sample, about."""
 
 
 def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = False) -> Timeline:
