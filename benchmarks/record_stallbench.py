@@ -11,7 +11,6 @@ under `keepbusy run --json --save`, and writes it all to DIR. `score` needs none
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
@@ -118,9 +117,6 @@ def record(options: argparse.Namespace) -> None:
     sys.path.insert(1, str(options.cases.parent))  # the first place is the script's own folder
     for path in paths_of(options):
         beside(path, options)
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.wait()
 
 
 def beside(path: Path, options: argparse.Namespace) -> None:
@@ -133,7 +129,7 @@ def beside(path: Path, options: argparse.Namespace) -> None:
 
 def record_ranks(options: argparse.Namespace) -> None:
     for path in paths_of(options):
-        live_ranks(path, options)
+        live(path, options)
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     again = [__file__, "truth", "--cases", str(options.cases), "--out", str(options.out)]
     only = ["--only", *options.only] if options.only else []
@@ -141,52 +137,14 @@ def record_ranks(options: argparse.Namespace) -> None:
 
 
 def live(path: Path, options: argparse.Namespace) -> None:
-    """`keepbusy run --json --save` of the script, without the seconds it takes to import PyTorch.
-
-    Comes back once the script has ended: its report is made while the next one runs.
-    """
-    ended, tell = os.pipe()
-    if os.fork():
-        os.close(tell)
-        os.read(ended, 1)
-        os.close(ended)
-        return
-    code = 1
-    try:
-        out = os.open(options.out / f"{path.stem}.said.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        err = os.open(options.out / f"{path.stem}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1), os.dup2(err, 2)
-        code = keepbusy_run(path, options, tell)
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
-
-
-def keepbusy_run(path: Path, options: argparse.Namespace, tell: int) -> int:
-    from keepbusy.cli import main, program
-
-    class Announced(program.ProgramProcess):
-        def wait(self) -> int:
-            if self._status is None:
-                super().wait()
-                os.close(tell)
-            return super().wait()
-
-    program.ProgramProcess = Announced  # type: ignore[misc]
-    try:
-        return main(["run", "--json", "--save", str(options.out / f"{path.stem}.busy"), str(path)])
-    except SystemExit as end:
-        return int(end.code or 0)
-
-
-def live_ranks(path: Path, options: argparse.Namespace) -> None:
-    call = [sys.executable, "-m", "keepbusy", "run", "--ranks", str(options.ranks), "--json"]
-    call += ["--save", str(options.out / f"{path.stem}.busy"), str(path)]
+    """`keepbusy run --json --save` of the script."""
+    call = [sys.executable, "-m", "keepbusy", "run", "--json", "--save", str(options.out / f"{path.stem}.busy")]
+    call += ["--ranks", str(options.ranks)] if options.ranks > 1 else []
     with (
         (options.out / f"{path.stem}.said.json").open("w") as out,
         (options.out / f"{path.stem}.log").open("w") as err,
     ):
-        subprocess.run(call, stdout=out, stderr=err, check=False, timeout=120)
+        subprocess.run([*call, str(path)], stdout=out, stderr=err, check=False, timeout=120)
 
 
 def score(options: argparse.Namespace) -> None:
@@ -223,6 +181,8 @@ def judged(timeline: Any, truth: dict[str, Any], planted: list[str]) -> dict[str
     undecided = truth["gain_low"] < GAIN <= truth["gain_high"]
     planted = planted if truth["gain"] >= GAIN else []
     said = keepbusy.explain(timeline, what_if=planted)
+    if not said.plain_step:
+        return {"right": False, "named": "not explained", "plain": 0.0, "predicted": 0.0, "error": 1.0, "place": ""}
     plain, fixed = said.plain_step / 1e6, truth["fixed_ms"]
     lines = [one.predicted.step / 1e6 for one in said.causes if one.cause in BLAME]
     predicted = said.predicted.step / 1e6 if planted else min([plain, *lines])

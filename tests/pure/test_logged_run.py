@@ -72,6 +72,15 @@ def test_where_no_kernel_was_timed_nothing_is_said_of_the_gpu(left: Path) -> Non
     assert told.ledger == {}
 
 
+def test_of_a_process_that_was_killed_the_cost_is_a_share_of_what_was_recorded(left: Path) -> None:
+    path = left / "706" / FACTS
+    facts = json.loads(path.read_text())
+    assert "held it up for 0.4% of the time" in timeline(left).facts.notes[0]
+    del facts["ended"]
+    path.write_text(json.dumps(facts))
+    assert "held it up for 0.4% of the time" in timeline(left).facts.notes[0]
+
+
 def test_of_a_run_that_went_on_after_its_log_was_full_the_first_part_is_explained(left: Path) -> None:
     path = left / "706" / FACTS
     facts = json.loads(path.read_text())
@@ -213,6 +222,19 @@ def test_the_line_that_makes_a_rank_late_is_to_blame_and_its_saving_was_measured
     first = keepbusy.explain(run).plan[0]
     assert [str(where) for where in first.where] == ["/programs/late_rank.py:15"]
     assert first.predicted.step / 1e6 == pytest.approx(22, abs=2.5)
+
+
+def test_a_rank_in_which_no_window_opened_takes_its_kernel_times_from_the_other(tmp_path: Path) -> None:
+    expected = read_processes(unpacked("late_rank.tar.xz", tmp_path / "both"))
+    for window in expected[1].folder.glob("window*.json"):
+        window.unlink()
+    found = read_processes(tmp_path / "both")
+    whole = timeline_of_processes(found, "late_rank.py")
+    assert "of kernel times known" not in whole.facts.notes[0]
+    assert len(whole.facts.notes) == 1
+    assert keepbusy.explain(without_first_steps(whole)).plan[0].where[0].line == 15
+    common = found[1].times.durations.keys() & expected[1].times.durations.keys()
+    assert len(common) > 0.9 * len(expected[1].times.durations)
 
 
 # they leave their logs for the first of them

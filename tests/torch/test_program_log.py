@@ -219,6 +219,19 @@ def test_what_is_captured_has_not_run_and_each_graph_is_something_else(tmp_path:
         assert program.windows.opened == graph
 
 
+def test_a_short_training_after_a_long_start_is_seen(tmp_path: Path, clock: list[int]) -> None:
+    """A model is built, then the optimizer imports for five seconds, then 40 iterations of 25 ms come."""
+    program = Launching(tmp_path, clock)
+    for _ in range(20):
+        program.launch([*range(1, 21)], 25)
+    opened = program.windows.opened
+    for _ in range(100):
+        program.launch([], 50)
+    for _ in range(20):
+        program.launch([*range(31, 61)], 25)
+    assert program.windows.opened == opened + 1
+
+
 def test_windows_hold_up_little_of_a_run(tmp_path: Path, clock: list[int]) -> None:
     program = Launching(tmp_path, clock)
 

@@ -47,6 +47,8 @@ CALL_OF_ITS_OWN = 300_000
 recorded alone."""
 PRICE_OF_A_CALL = 100_000
 """What takes less is what any call costs: it makes nothing, and is no work between a read and a copy back."""
+_BESIDE_MAKING = 0.05
+"""Python's own time between making a tensor and copying it, as a share of the making: with more, it may be work on it."""
 TIMES_AS_MANY = 4
 """Nobody knows how many workers a loader has; the prediction is for so many times as many."""
 UNEQUAL_TIMES = 1.1
@@ -485,18 +487,28 @@ def _find_made(scene: Scene, draft: Draft) -> None:
 def _making(scene: Scene, launch: int) -> Ints:
     """The rows before this launch in which its tensor was made; none if anything but making went on there."""
     spans, frames, lane = scene.timeline.spans, scene.timeline.frames, scene.timeline.spans.lane[launch]
-    rows: list[int] = []
-    row, makes = int(scene.before[launch]), False
+    rows, since_made = list[int](), list[int]()
+    making = beside = 0
+    row = int(scene.before[launch])
     while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
         around = frames.around(int(spans.frame[row]))
-        role = next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), 0)
-        if spans.work[row] >= PRICE_OF_A_CALL and not role & (Role.MAKES | Role.SHAPES):
-            break
-        makes |= bool(role & Role.MAKES) and bool(spans.work[row] >= PRICE_OF_A_CALL)
-        rows.append(row)
+        role = next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), None)
+        work = int(spans.work[row])
+        if work >= PRICE_OF_A_CALL:
+            if role is None:
+                beside += work
+            elif role & Role.MAKES:
+                making += work
+                if beside > _BESIDE_MAKING * making:
+                    break
+                rows += [*since_made, row]
+                since_made.clear()
+            elif role & Role.SHAPES:
+                since_made.append(row)
+            else:
+                break
         row = int(scene.before[row])
-    heavy = [one for one in rows if spans.work[one] >= PRICE_OF_A_CALL]
-    return np.array(heavy if makes else [], np.int64)
+    return np.array(rows, np.int64)
 
 
 def _find_launches(scene: Scene, draft: Draft) -> None:

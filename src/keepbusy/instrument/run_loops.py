@@ -353,9 +353,11 @@ def _working_loop(timeline: Timeline, of_frame: Ints, nests: Sequence[Nest], tur
 
 def _is_about(loop: BusyLoop, marked: Timeline, guessed: Timeline) -> bool:
     """Whether the script is about this loop: most waiting comes again in each of its turns, or of the stretches after
-    which launches repeat themselves, as where every seventh turn prints something."""
+    which launches repeat themselves, as where every seventh turn prints something. On a real GPU any script waits most
+    while it starts."""
     has_pattern = len(guessed.marks_of(guessed.ranks[0])) > FEWEST_MARKS
-    return len(loop.ends) >= FEWEST_TURNS and comes_again(guessed if has_pattern else marked)
+    is_long = len(loop.ends) >= FEWEST_TURNS
+    return is_long and (marked.facts.logged or comes_again(guessed if has_pattern else marked))
 
 
 def _beside(nest: Nest, nests: Iterable[Nest]) -> Iterator[LoopKey]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keepbusy.log.log_file import CallFlag, DriverLog, collective_of, device_commands, different_rows
+from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, collective_of, device_commands, different_rows
 
 Key = tuple[int, int, int]
 """What commands that take equally long have in common: the call, with its grid; of a copy also bytes and pageable, of
@@ -133,6 +133,38 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
     times.copies = {kind: _line(points, _usual_byte(*kind)) for kind, points in by_kind.items()}
     _learn_delays(times, log, issuers, matched)
     return times
+
+
+def shared_by_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[KernelTimes]:
+    """Ranks run the same kernels on like GPUs, so a rank whose window missed one takes its time from another rank."""
+    most = max(times, key=lambda one: len(one.durations))
+    learned = dict[tuple[DriverCall, int, int], tuple[float, float, str]]()
+    for log, one in zip(logs, times, strict=True):
+        for (number, size, flag), duration in one.durations.items():
+            times_of = duration, one.fastest.get((number, size, flag), duration), one.names.get(number, "")
+            learned.setdefault((_anywhere(log.calls[number]), size, flag), times_of)
+    shared = list[KernelTimes]()
+    for log, one in zip(logs, times, strict=True):
+        numbers = defaultdict[DriverCall, list[int]](list)
+        for number, call in log.calls.items():
+            if call.name or call.kind != "launch":
+                numbers[_anywhere(call)].append(number)
+        known = replace(one if one.durations else most, durations={}, fastest={}, names={}, by_function={})
+        known.copies = most.copies | one.copies
+        for (call, size, flag), (duration, fastest, name) in learned.items():
+            for number in numbers[call]:
+                known.durations[number, size, flag], known.fastest[number, size, flag] = duration, fastest
+                known.names[number] = name
+                known.by_function[log.calls[number].function] = duration
+        for field_name in ("durations", "fastest", "names", "by_function"):
+            getattr(known, field_name).update(getattr(one, field_name))
+        shared.append(known)
+    return shared
+
+
+def _anywhere(call: DriverCall) -> DriverCall:
+    """Without the address that its function has in one process."""
+    return replace(call, function=0)
 
 
 def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[np.intp]]:

@@ -22,7 +22,8 @@ from keepbusy.timeline.steps import repetition
 
 _WINDOWS, _MOST_HELD_UP = 6, 0.003
 """So many may open in any run; further ones where all have taken at most this share of it until then."""
-_FIRST_CHECK, _RARELY = 25_000_000, 2_000_000_000
+_FIRST_CHECK, _WHILE_IDLE, _RARELY = 25_000_000, 100_000_000, 2_000_000_000
+"""Nanoseconds between two looks at the log: at first, while hardly anything is launched, and while all is known."""
 _LASTS = 60_000_000
 """Kernels of which the program launches unknown ones for so long are worth a window."""
 _PATIENCE = 500_000_000
@@ -95,10 +96,9 @@ class KernelWindows:
         if now < self._next_check or self.gave_way or self.has_ended or not uses_gpu():
             return
         self.thread = self.thread or threading.get_native_id()
-        if self.windows and self._profiler is None and self._knows_latest():
+        if self.windows and self._profiler is None and (wait := self._nothing_unknown_for()):
             self._unknown_since = 0
-            self._every = min(_RARELY, self._every * 2)
-            self._next_check = time.perf_counter_ns() + self._every
+            self._next_check = time.perf_counter_ns() + wait
             return
         rows = self._new_rows()
         if self._profiler is not None:
@@ -187,10 +187,12 @@ class KernelWindows:
                 self._save()
             finally:
                 self._profiler = None
-            self._known = np.union1d(self._known, _commands_in(np.concatenate(self._since_opened)))
+            seen = _commands_in(np.concatenate(self._since_opened))
+            self._known = np.union1d(self._known, seen)
             self._since_opened = []
             self._unknown_since = 0
-            self._patience *= 2
+            if len(seen):
+                self._patience *= 2
             self.windows[-1]["closed"] = time.perf_counter_ns()
             self.held_up += time.perf_counter_ns() - began
 
@@ -210,10 +212,20 @@ class KernelWindows:
             self._close()
         return native(*args, **kwargs)
 
-    def _knows_latest(self) -> bool:
-        """The program waits for Python while rows are sorted, so this is asked first."""
+    def _nothing_unknown_for(self) -> int:
+        """After how many nanoseconds to look again; 0 if what is launched is unknown. The program waits for Python
+        while rows are sorted, so this is asked first."""
+        if not self._may_open(time.perf_counter_ns()):
+            return _RARELY
         rows = self._latest_rows()
-        return not self._may_open(time.perf_counter_ns()) or self._are_known(rows[rows["begin"] > self._last_row])
+        rows = rows[rows["begin"] > self._last_row]
+        if len(_commands_in(rows)) < _FEW:
+            return _WHILE_IDLE
+        if not self._are_known(rows):
+            return 0
+        self._last_row = int(rows["begin"].max())
+        self._every = min(_RARELY, self._every * 2)
+        return self._every
 
     def _may_open(self, now: int) -> bool:
         return len(self.windows) < _WINDOWS or self.held_up < _MOST_HELD_UP * (now - self._began)

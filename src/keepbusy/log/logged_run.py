@@ -19,7 +19,7 @@ from keepbusy.instrument.loop_tree import read_source
 from keepbusy.instrument.loops import LeftOut
 from keepbusy.instrument.run_loops import RunLoops, UnrecordedTime
 from keepbusy.log.joined_ranks import rebuild_ranks
-from keepbusy.log.kernel_times import KernelTimes
+from keepbusy.log.kernel_times import KernelTimes, shared_by_ranks
 from keepbusy.log.log_file import CLOCK, RESUMED, THINNED, DriverLog, StackFrame, left_out_of, read_log
 from keepbusy.log.log_timeline import HostSide, LogTimeline
 from keepbusy.log.memory_history import memory_use
@@ -79,7 +79,11 @@ def read_processes(folder: Path) -> list[LoggedProcess]:
             known = found.get(process.rank)
             if known is None or len(process.log.rows) > len(known.log.rows):
                 found[process.rank] = process
-    return [found[rank] for rank in sorted(found)]
+    processes = [found[rank] for rank in sorted(found)]
+    if len(processes) > 1:
+        shared = shared_by_ranks([one.log for one in processes], [one.times for one in processes])
+        return [replace(one, times=times) for one, times in zip(processes, shared, strict=True)]
+    return processes
 
 
 def _process(folder: Path) -> LoggedProcess | None:
@@ -247,7 +251,7 @@ def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun
     calls = sum(int((~np.isin(one.log.kinds(), ("note", THINNED, RESUMED))).sum()) for one in processes)
     errors, apart, share = how_close([wait for run in runs for wait in run.waits])
     known = float(np.mean([run.known for run in runs]))
-    took = sum(int(one.facts.get("ended", 0)) - int(one.facts.get("began", 0)) + one.left_out.time for one in processes)
+    took = sum(map(_lasted, processes))
     cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
     if len(errors) >= _TELLING and share >= 0.5:
         closes = f"rebuilt within {100 * float(np.median(errors)):.1f}% of {len(errors):,} real waits"
@@ -271,6 +275,13 @@ def _how_much(processes: Sequence[LoggedProcess], took: int) -> str:
     stretches = f" and {later} later stretches" if later > 1 else " and a later stretch" if later else ""
     first = duration(int(left_out.begins[0]) - began)
     return f"in {duration(took - left_out.time)} of the run's {duration(took)}: its first {first}{stretches}"
+
+
+def _lasted(process: LoggedProcess) -> int:
+    """Nanoseconds of the run; of a process that was killed, those that were recorded."""
+    ended = int(process.facts.get("ended", 0))
+    recorded = ended - int(process.facts.get("began", 0)) if ended else _recorded(process)
+    return recorded + process.left_out.time
 
 
 def _recorded(process: LoggedProcess) -> int:

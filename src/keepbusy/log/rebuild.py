@@ -228,7 +228,7 @@ class _Rebuilding:
         self._pending = dict[tuple[int, int], int]()
         """Commands that were pending when the queue was full, by the call that waited and its stack."""
         self._copies = defaultdict[tuple[int, int], list[float]](list)
-        """Of copies that were waited for, by call and size: what those took that found the GPU done."""
+        """Of copies that were waited for, by call and size, what they took."""
         self._calls = defaultdict[tuple[str, int], list[int]](list)
         """Of each kind of wait, by the stack it comes from: what calls took that found the GPU done."""
 
@@ -289,7 +289,7 @@ class _Rebuilding:
         stream.busy_until = busy_until
         stream.commands.extend(commands)
 
-    def _wait(self, row: int, kind: str, event: _EventState, telling: float = LONG_WAIT) -> None:
+    def _wait(self, row: int, kind: str, event: _EventState) -> None:
         begin, took = int(self._log.begin[row]), int(self._log.took[row])
         calls, done = self._calls[kind, int(self._log.rows["stack"][row])], self._moment(event)
         own = float(np.median(calls[-_LATEST:])) if calls else self._times.back
@@ -297,21 +297,25 @@ class _Rebuilding:
         predicted = max(done + self._times.back, begin + own) if is_late else begin + own
         self._run.waits.append(RebuiltWait(row, begin, begin + took, predicted))
         if is_late:
-            self._correct(event, max(float(begin), begin + took - self._times.back), telling)
+            self._correct(event, max(float(begin), begin + took - self._times.back))
         else:
             calls.append(took)
 
     def _copy_and_wait(self, row: int, stream: _StreamState, number: int, size: int) -> None:
-        """It takes what others of its size took that found the GPU idle. Those tell nothing of how fast kernels are."""
+        """How long it takes depends on the host's memory, so what a wait differs from its prediction is the copy's: of
+        how fast kernels are it tells only if they must have ended sooner. The next one takes what its like took."""
         begin, took = int(self._log.begin[row]), int(self._log.took[row])
         alike = self._copies[int(self._log.rows["call"][row]), size]
+        shortest = min([self._durations[number], *alike])
         if alike:
             self._durations[number] = float(np.median(alike[-_LATEST:]))
-        is_alone = stream.busy_until <= begin
         self._issue(stream, range(number, number + 1), begin)
-        self._wait(row, _COPY_WAITED_FOR, self._event_of(stream), math.inf if is_alone else LONG_WAIT)
-        if is_alone:
-            alike.append(max(0.0, took - self._times.launch - self._times.back))
+        really = begin + took - self._times.back
+        took_itself = max(shortest, really - self._begins[number])
+        self._run.waits.append(RebuiltWait(row, begin, begin + took, self._ends[number] + self._times.back))
+        alike.append(took_itself)
+        self._ends[number] = stream.busy_until = self._begins[number] + took_itself
+        self._correct(self._event_of(stream), max(float(begin), really), math.inf if took_itself > shortest else LONG_WAIT)
 
     def _copy_through_host(self, stream: _StreamState, ended: int) -> None:
         """The driver carries it piece by piece, and the call comes back with the last one: when is known."""
