@@ -149,6 +149,7 @@ class Windows(KernelWindows):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     now = [0]
     monkeypatch.setattr(kernel_windows.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(kernel_windows.time, "thread_time_ns", lambda: 0)
     monkeypatch.setattr(kernel_windows, "uses_gpu", lambda: True)
     return now
 
@@ -229,6 +230,18 @@ def test_a_short_training_after_a_long_start_is_seen(tmp_path: Path, clock: list
         program.launch([], 50)
     for _ in range(20):
         program.launch([*range(31, 61)], 25)
+    assert program.windows.opened == opened + 1
+
+
+def test_slow_iterations_that_launch_in_bursts_are_seen(tmp_path: Path, clock: list[int]) -> None:
+    program = Launching(tmp_path, clock)
+    for _ in range(20):
+        program.launch([*range(1, 21)], 60)
+    opened = program.windows.opened
+    for _ in range(20):
+        program.launch([*range(31, 61)], 30)
+        for _ in range(10):
+            program.launch([], 30)
     assert program.windows.opened == opened + 1
 
 

@@ -18,7 +18,6 @@ from keepbusy.instrument.lines import outwards
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.processes import deaf_to_signals, uses_gpu
 from keepbusy.log.log_file import ROW, CallFlag
-from keepbusy.timeline.steps import repetition
 
 _WINDOWS, _MOST_HELD_UP = 6, 0.003
 """So many may open in any run; further ones where all have taken at most this share of it until then."""
@@ -30,8 +29,12 @@ _PATIENCE = 500_000_000
 """Kernels that do not repeat are recorded after so long, and after twice as long each further time."""
 _UNKNOWN_SHARE, _FEW = 0.05, 16
 """Of recent launches: with fewer unknown ones, or of so few launches, no window opens."""
-_OPEN_FOR, _OPEN_AT_MOST, _ROWS_AT_MOST = 50_000_000, 1_000_000_000, 20_000
+_OPEN_FOR, _OPEN_AT_MOST, _ROWS_AT_MOST = 50_000_000, 1_000_000_000, 6_000
 _ROWS_KEPT, _ROWS_READ = 16_384, 1 << 17
+_TIMES, _ALIKE = 3, 0.8
+"""Rows that come back so often repeat, where this share of them is the same as one iteration before."""
+_TIMES_ITS_COST = 50
+"""A look at the log that took the processor for some time is the last one for so many times as long."""
 
 
 def in_main_thread(act: Callable[[], object]) -> None:
@@ -96,20 +99,21 @@ class KernelWindows:
         if now < self._next_check or self.gave_way or self.has_ended or not uses_gpu():
             return
         self.thread = self.thread or threading.get_native_id()
-        if self.windows and self._profiler is None and (wait := self._nothing_unknown_for()):
-            self._unknown_since = 0
-            self._next_check = time.perf_counter_ns() + wait
-            return
-        rows = self._new_rows()
-        if self._profiler is not None:
-            self._since_opened.append(rows)
+        if self._profiler is None:
+            began = time.thread_time_ns()
+            self._look_for_unknown(now)
+            wait = max(self._every, _TIMES_ITS_COST * (time.thread_time_ns() - began))
+        else:
+            self._since_opened.append(self._new_rows())
             if self._has_seen_enough(now):
                 self._close()
-        else:
-            self._look_for_unknown(rows, now)
-        self._next_check = time.perf_counter_ns() + (_FIRST_CHECK if self._profiler is not None else self._every)
+            wait = _FIRST_CHECK
+        self._next_check = time.perf_counter_ns() + wait
 
-    def _look_for_unknown(self, rows: np.ndarray, now: int) -> None:
+    def _look_for_unknown(self, now: int) -> None:
+        if self.windows and self._is_nothing_unknown():
+            return
+        rows = self._new_rows()
         if len(rows):
             self._recent = np.concatenate([self._recent, rows])[-_ROWS_KEPT:]
         if self._are_known(rows) or not self._may_open(now):
@@ -212,20 +216,18 @@ class KernelWindows:
             self._close()
         return native(*args, **kwargs)
 
-    def _nothing_unknown_for(self) -> int:
-        """After how many nanoseconds to look again; 0 if what is launched is unknown. The program waits for Python
-        while rows are sorted, so this is asked first."""
-        if not self._may_open(time.perf_counter_ns()):
-            return _RARELY
+    def _is_nothing_unknown(self) -> bool:
+        """The program waits for Python while rows are sorted, so this is asked first."""
         rows = self._latest_rows()
         rows = rows[rows["begin"] > self._last_row]
         if len(_commands_in(rows)) < _FEW:
-            return _WHILE_IDLE
-        if not self._are_known(rows):
-            return 0
-        self._last_row = int(rows["begin"].max())
-        self._every = min(_RARELY, self._every * 2)
-        return self._every
+            self._every = _WHILE_IDLE
+        elif self._are_known(rows):
+            self._last_row, self._unknown_since, self._recent = int(rows["begin"].max()), 0, self._recent[:0]
+            self._every = min(_RARELY, self._every * 2)
+        else:
+            return False
+        return True
 
     def _may_open(self, now: int) -> bool:
         return len(self.windows) < _WINDOWS or self.held_up < _MOST_HELD_UP * (now - self._began)
@@ -263,12 +265,17 @@ def _keys_of(rows: np.ndarray) -> np.ndarray:
 
 
 def _period(rows: np.ndarray) -> int:
-    """After how many rows they repeat; 0 if they do not."""
-    if len(rows) < 3 * _FEW:
-        return 0
-    recent = _keys_of(rows)[-_ROWS_KEPT // 2 :]
-    length = repetition(np.unique(recent, return_inverse=True)[1])
-    return length if 3 * length <= len(recent) else 0
+    """After how many rows they repeat; 0 if they do not. It is asked while the program waits for Python, so of the rows
+    that come back only the rarest are followed."""
+    keys = _keys_of(rows)[-_ROWS_KEPT // 2 :]
+    _, number_of, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    several = np.flatnonzero(counts >= _TIMES)
+    rarest = several[np.argsort(counts[several], kind="stable")[:_FEW]]
+    lengths = {int(np.median(np.diff(np.flatnonzero(number_of == number)))) for number in rarest.tolist()}
+    for length in sorted(lengths):
+        if _FEW <= length <= len(keys) // _TIMES and (keys[length:] == keys[:-length]).mean() > _ALIKE:
+            return length
+    return 0
 
 
 def _in_all_threads() -> Any:

@@ -34,7 +34,7 @@ from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.run_facts import CutShort, LoaderUse, Part, RunFacts
 from keepbusy.timeline.steps import without_first_steps
 
-_LETS_GO, _FEWEST = 2, 8
+_LETS_GO, _FEWEST = 2, 4
 """Iterations after a window that are slow, in this rank or in those that wait for it; and how many there are to be
 beside those."""
 _LATER = "What the program did after its log had ended is not in this report"
