@@ -48,7 +48,7 @@ recorded alone."""
 PRICE_OF_A_CALL = 100_000
 """What takes less is what any call costs: it makes nothing, and is no work between a read and a copy back."""
 _BESIDE_MAKING = 0.05
-"""Python's own time between making a tensor and copying it, as a share of the making: with more, it may be work on it."""
+"""Python's own time between making a tensor and copying it, as a share of the making: more may be work on it."""
 TIMES_AS_MANY = 4
 """Nobody knows how many workers a loader has; the prediction is for so many times as many."""
 UNEQUAL_TIMES = 1.1

@@ -197,7 +197,7 @@ class KernelWindows:
             self._unknown_since = 0
             if len(seen):
                 self._patience *= 2
-            self.windows[-1]["closed"] = time.perf_counter_ns()
+            self.windows[-1] |= {"closes": began, "closed": time.perf_counter_ns()}
             self.held_up += time.perf_counter_ns() - began
 
     def _save(self) -> None:

@@ -37,6 +37,9 @@ from keepbusy.timeline.steps import without_first_steps
 _LETS_GO, _FEWEST = 2, 4
 """Iterations after a window that are slow, in this rank or in those that wait for it; and how many there are to be
 beside those."""
+_MOMENTS = ("opens", "clock", "closes", "closed")
+"""Of a window of the profiler, by the clock of the log: it holds the program up from the first to the second, and from
+the third to the fourth."""
 _LATER = "What the program did after its log had ended is not in this report"
 _LEAST_KNOWN, _MOST_KNOWN = 0.5, 0.95
 """Of commands whose durations are known: with fewer, nothing is said of the GPU; with more, not how many."""
@@ -113,9 +116,8 @@ def _without_own_thread(log: DriverLog, thread: int) -> DriverLog:
 
 
 def _in_recorded_time(facts: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    moments = ("clock", "opens", "closed")
     windows = [
-        window | {name: left_out.recorded_at(window[name]) for name in moments if name in window}
+        window | {name: left_out.recorded_at(window[name]) for name in _MOMENTS if name in window}
         for window in facts.get("windows", ())
     ]
     ended = left_out.recorded_at(facts["ended"]) if facts.get("ended") else 0
@@ -192,24 +194,29 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     )
     timeline = timeline.change(memory=memory_use(process.folder, began, process.left_out))
     cuts = process.left_out.recorded(process.left_out.begins).tolist()
-    return _without_windows(
-        timeline, [*facts.get("windows", ()), *({"opens": cut, "closed": cut} for cut in cuts)], began
-    )
+    left_out = [dict.fromkeys(_MOMENTS, cut) for cut in cuts]
+    return _without_windows(timeline, [*facts.get("windows", ()), *left_out], began)
 
 
 def _without_windows(timeline: Timeline, windows: Sequence[dict[str, int]], began: int) -> Timeline:
     """Iterations in which the profiler looked on are slower than others: they are left out, as are those of which a
-    part was not recorded."""
+    part was not recorded. If hardly any others are left, only those in which it began or ended."""
     marks = timeline.marks_of(timeline.ranks[0])
     starts = timeline.spans.start[marks]
-    slowed = {*timeline.facts.beside}
-    for window in windows:
-        first, last = np.searchsorted(starts, (window.get("opens", 0) - began, window.get("closed", 0) - began))
-        slowed |= {*range(max(0, int(first) - 1), int(last) + _LETS_GO)}
-    slowed &= {*range(len(marks))}
-    if len(marks) - len(slowed) < _FEWEST:
-        return timeline
-    return timeline.change_facts(beside=tuple(sorted(slowed)))
+    opens, clock, closed = (
+        np.array([window.get(name, 0) for window in windows], np.int64) for name in ("opens", "clock", "closed")
+    )
+    closes = np.array([window.get("closes", window.get("closed", 0)) for window in windows], np.int64)
+    looked_on = np.stack([opens, closed])
+    held_up = np.stack([np.append(opens, closes), np.append(clock, closed)])
+    for moments in (looked_on, held_up):
+        slowed = {*timeline.facts.beside}
+        for first, last in np.searchsorted(starts, moments - began).T.tolist():
+            slowed |= {*range(max(0, first - 1), last + _LETS_GO)}
+        slowed &= {*range(len(marks))}
+        if len(marks) - len(slowed) >= _FEWEST:
+            return timeline.change_facts(beside=tuple(sorted(slowed)))
+    return timeline
 
 
 def _looks(folder: Path) -> tuple[Ints, Sequence[tuple[StackFrame, ...]]]:

@@ -315,7 +315,8 @@ class _Rebuilding:
         self._run.waits.append(RebuiltWait(row, begin, begin + took, self._ends[number] + self._times.back))
         alike.append(took_itself)
         self._ends[number] = stream.busy_until = self._begins[number] + took_itself
-        self._correct(self._event_of(stream), max(float(begin), really), math.inf if took_itself > shortest else LONG_WAIT)
+        telling = math.inf if took_itself > shortest else LONG_WAIT
+        self._correct(self._event_of(stream), max(float(begin), really), telling)
 
     def _copy_through_host(self, stream: _StreamState, ended: int) -> None:
         """The driver carries it piece by piece, and the call comes back with the last one: when is known."""
