@@ -171,6 +171,24 @@ class Scene:
         return best[self.timeline.spans.frame]
 
     @cached_property
+    def chosen_before(self) -> Ints:
+        """Of each wait of a backward pass for what a mask chooses, the row in the same step at which the forward pass
+        chose that, or NONE: the last are first."""
+        timeline, result = self.timeline, np.full(len(self.timeline), NONE, np.int64)
+        waits = np.flatnonzero(self.is_sync & self.within(Role.CHOOSES))
+        in_backward = self.within(Role.BACKWARD)[waits]
+        for rank in timeline.ranks:
+            of_rank = timeline.rank_of_rows[waits] == rank
+            step = np.searchsorted(timeline.marks_of(rank), waits, side="right")
+            for number in np.unique(step[of_rank & in_backward]).tolist():
+                here = of_rank & (step == number)
+                forward, backward = waits[here & ~in_backward], waits[here & in_backward]
+                if len(forward):
+                    share = np.arange(len(backward)) / len(backward)
+                    result[backward] = forward[::-1][(share * len(forward)).astype(np.int64)]
+        return result
+
+    @cached_property
     def among_ranks(self) -> bool:
         """Whether ranks meet here, or send to others that were not recorded."""
         sends = (self.timeline.spans.kind == Kind.COLLECTIVE).any() or self.frames_with(Role.THROUGH_HOST).any()

@@ -192,13 +192,14 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["scaler"]
     if (seen.scene.library_role[seen.rows] & Role.VALIDATES).any():
         return PARTICULAR["unchecked"]
-    in_library = np.isin(seen.scene.caller[seen.rows], (Owner.LIBRARY, Owner.TORCH))
-    if seen.where.file and 2 * np.count_nonzero(in_library) > len(seen.rows):
-        if seen.scene.within(Role.PRINTS)[seen.rows[in_library]].any():
+    rows = np.where(seen.scene.chosen_before[seen.rows] == NONE, seen.rows, seen.scene.chosen_before[seen.rows])
+    in_library = np.isin(seen.scene.caller[rows], (Owner.LIBRARY, Owner.TORCH))
+    if seen.where.file and 2 * np.count_nonzero(in_library) > len(rows):
+        if seen.scene.within(Role.PRINTS)[rows[in_library]].any():
             return PARTICULAR["printed"]
         inside = PARTICULAR["called_in_library"]
         return inside._replace(advice=inside.advice.replace("{library}", seen.where.library))
-    called, run = _role_of_call(seen.scene.timeline, int(seen.rows[0])), seen.scene.timeline.facts.run
+    called, run = _role_of_call(seen.scene.timeline, int(rows[0])), seen.scene.timeline.facts.run
     known = next((PARTICULAR[name] for role, name in SYNCS.items() if called & role), None)
     if known is None and run is not None and str(seen.where) in run.decides:
         return PARTICULAR["decided_here"]
@@ -547,18 +548,19 @@ def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:
     """Rows by place. Rows reached along the same path of calls share one, so only one of them is looked up.
 
     What makes a rank late is where it leaves the path of the others, if it does; work that needs a value is where that
-    is read.
+    is read; what the backward pass waits for because of a mask is where the mask is used.
     """
     spans, within = scene.timeline.spans, np.full(len(rows), NONE)
     if cause in ("peer_late", "host_work"):
         within = (scene.frame_of_one_rank if cause == "peer_late" else scene.needs_read)[rows]
-    frame = np.where(within == NONE, spans.frame[rows], within)
-    path = np.where(frame == NONE, spans.name[rows], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
+    shown = np.where(scene.chosen_before[rows] == NONE, rows, scene.chosen_before[rows])
+    frame = np.where(within == NONE, spans.frame[shown], within)
+    path = np.where(frame == NONE, spans.name[shown], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
     _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
     groups = defaultdict[tuple[object, ...], list[Ints]](list)
     places: dict[tuple[object, ...], Where] = {}
     for index in np.lexsort((first, -count)).tolist():  # of equal ones first what came first
-        place = place_of(scene.timeline, int(rows[first[index]]), int(within[first[index]]))
+        place = place_of(scene.timeline, int(shown[first[index]]), int(within[first[index]]))
         # one line of the program is one place, whichever operators it calls
         key = (place.file, place.line, place.function) if place.file else (place.around or place.operator,)
         places.setdefault(key, place)
