@@ -37,15 +37,11 @@ class Threshold:
 
 EXPLAINED = {
     "keepbusy.explain.fix_plan": (
-        Threshold(
-            "FAR_MORE", INFINITE, "What may save nothing comes first where it would save twice as much as all else."
-        ),
         Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
     ),
     "keepbusy.explain.run_plan": (
-        Threshold("PREPARES", INFINITE, "A loop that takes a tenth of the run without the GPU is in the plan."),
         Threshold(
             "_held_by_another",
             _unchanged,
@@ -53,8 +49,12 @@ EXPLAINED = {
         ),
         Threshold("_shared_evenly", _unchanged, "Ranks that meet only after a loop wait for the one it takes longest."),
     ),
-    "keepbusy.timeline.model": (Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),),
+    "keepbusy.timeline.model": (
+        Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),
+        Threshold("LONGEST_HANDOVER", INFINITE, "A batch that takes 0.3 ms to be taken from the workers was late."),
+    ),
     "keepbusy.explain.causes": (
+        Threshold("_BESIDE_MAKING", 0.0, "Between making a tensor and copying it, Python may take a twentieth of that."),
         Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
         Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),

@@ -23,7 +23,8 @@ from keepbusy.log.log_timeline import HostSide, LogTimeline, timeline_of_log
 from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators
 from keepbusy.log.program_log import BACKWARD_PASS
 from keepbusy.log.rebuild import rebuild
-from keepbusy.timeline.model import EVERY_LANE, NONE, PENDING_LIMIT, FrameKind, Kind, LinkKind, Timeline
+from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS
+from keepbusy.timeline.model import EVERY_LANE, NONE, PENDING_LIMIT, WORKERS, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.ranks import merge
 from keepbusy.timeline.replay import replay
 from keepbusy.timeline.run_facts import LOOP, RunFacts
@@ -219,6 +220,23 @@ def test_calls_of_threads_without_python_are_made_in_the_backward_pass_that_goes
     written.call("launch", 1, took=10, thread=1)
     found = host_frames(told_with(written, HostSide(notes=("", "backward"))))
     assert found == [("train.py(9): <module> | backward", 0, 10), ("", 10, 20)]
+
+
+def test_a_batch_that_is_late_is_made_from_when_the_one_before_it_was_taken() -> None:
+    """Of three batches the second and third are waited for, 5 and 0.4 ms."""
+    written = HandwrittenLog(stacks={1: (StackFrame("/program/train.py", 3, "main"),)})
+    for waited in (10, 5_000, 400):
+        written.call("note", value=1, took=0, stack=1)
+        written.now += waited
+        written.call("note", value=0, took=0, stack=1)
+        for _ in range(10):
+            written.call("launch", 1, took=10, stack=1)
+    name = f"{LOADER_WITH_WORKERS}DataLoaderIter.__next__"
+    found = told_with(written, HostSide(notes=("", name)))
+    [workers] = [number for number, lane in enumerate(found.lanes) if lane.name == WORKERS]
+    assert told(found, workers) == [("WORK", 10, 5_110), ("WORK", 5_110, 5_610)]
+    assert [one for one in told(found, 0) if one[0] == "SYNC"] == [("SYNC", 110, 5_110), ("SYNC", 5_210, 5_610)]
+    assert keepbusy.explain(found).ledger["input_late"] > 0
 
 
 def test_an_annotation_stands_within_the_lines_that_it_was_made_from() -> None:

@@ -51,8 +51,6 @@ REPLAYED_ROWS = 4_000_000
 """In all: some seconds."""
 AS_GOOD = 0.8
 """A fix that would save this share of what the chosen one saves, and little beyond it, could stand in its place."""
-FAR_MORE = 2.0
-"""So many times what the surest fixes would save: what may save nothing is tried before them."""
 GENERAL = {"host_work": 1, "launch_bound": 2}
 """Fixes that change the program more than others do: what is nearly as good without them comes first."""
 COMPILED_AWAY = 0.2
@@ -231,10 +229,8 @@ class Search:
         return Prediction(step, min(best.low, step), max(step, high))
 
     def best_set(self, done: Fixes) -> Fixes:
-        """What may gain nothing comes last, unless it is expected to gain far more than all else."""
-        sure, expected = self._best_of(done, uncertain=False), self._best_of(done, uncertain=True)
-        gained, more = (self.gain(done | some) - self.gain(done) for some in (sure, expected))
-        return expected if more >= FAR_MORE * gained else sure
+        """What may gain nothing comes last."""
+        return self._best_of(done, uncertain=False) or self._best_of(done, uncertain=True)
 
     def _best_of(self, done: Fixes, uncertain: bool) -> Fixes:
         """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise.

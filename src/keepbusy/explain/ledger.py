@@ -176,9 +176,11 @@ class Forecast:
     _spent: dict[bytes, StepParts] = field(default_factory=dict)  # by what the edit changes: each is replayed once
     _predicted: dict[bytes, Prediction] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def noise(self) -> int:
-        return round(NOISE * self.plain.step)
+        """Of a logged run at least what the rebuilt times of its kernels are wrong by."""
+        unsure = self.plain.timeline.facts.rebuilt_within * self.spent(self.nothing).computing
+        return round(max(NOISE * self.plain.step, unsure))
 
     def spent(self, edit: Edit) -> StepParts:
         """How the fixed step is spent on the device."""

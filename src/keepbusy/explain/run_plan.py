@@ -29,8 +29,8 @@ from keepbusy.timeline.run_facts import (
 
 COMPILING = 20_000_000_000
 """What it took the four programs of COMPILED_AWAY once, in the median: 11 to 63 seconds."""
-PREPARES, A_SECOND = 0.1, 1_000_000_000
-"""Of a run, and nanoseconds: what takes less before its loops is not planned, for many try a short run first."""
+A_SECOND = 1_000_000_000
+"""Nanoseconds: a loop without the GPU that takes less is not planned, for many try a short run first."""
 UNUSED = 0.001
 """Of a loop: a GPU that works for less of it is not used there."""
 CAPTURING = 4
@@ -384,7 +384,7 @@ def _prepared(told: Diagnosis) -> Iterator[Plan]:
         idle = part.kind == LOOP and 0 <= part.busy <= UNUSED * part.time
         if (
             idle
-            and part.time > max(A_SECOND, PREPARES * run.time)
+            and part.time > max(A_SECOND, NOISE * run.time)
             and not any(one.named in explained for one in part.within())
         ):
             yield _of_idle_part(part, part.lines, part.waits, PARTICULAR["prepared"])

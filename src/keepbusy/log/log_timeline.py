@@ -26,12 +26,14 @@ from keepbusy.log.kernel_times import KernelTimes
 from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, collective_of, different_rows
 from keepbusy.log.profiler_window import CallKey, CallOperators, Operators, call_keys
 from keepbusy.log.rebuild import SYNCS, RebuiltRun
-from keepbusy.timeline.frame_roles import described
+from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS, described
 from keepbusy.timeline.model import (
     EVERY_LANE,
+    LONGEST_HANDOVER,
     NONE,
     STAGED_BYTES,
     UNRECORDED,
+    WORKERS,
     Direction,
     Floats,
     Frames,
@@ -184,12 +186,20 @@ class LogTimeline:
         parts, frames, is_exact = list[Spans](), list[Frames](), list[Mask]()
         rows, places = list[Ints](), list[Ints]()
         lanes = [_HOST_LANE, *(lane for lane in np.unique(self._lane_of_row).tolist() if lane != _HOST_LANE)]
+        workers_lane = len(self._lanes) + len(lanes)
         for lane in lanes:
             events = self._events(np.flatnonzero(is_event & (self._lane_of_row == lane)))
             spans, visits, visit_of_span, row, place = self._host_spans(events, lane)
             of_lane, exact, innermost = frames_of(visits, self._chains.known, self._names, lane)
             first = sum(map(len, frames))
             frame = np.append(innermost, NONE)[visit_of_span]
+            if lane == _HOST_LANE:
+                taking = np.flatnonzero(self._takes_batch(np.append(visits.chain, NOWHERE)[visit_of_span]))
+                made = _LateBatches.of(spans, taking, workers_lane)
+                spans = made.waited_for(spans)
+                parts.append(made.batches)  # before the waits for them, as they release them
+                rows.append(row[made.late])
+                places.append(place[made.late])
             parts.append(spans.change(frame=np.where(frame == NONE, NONE, frame + first)))
             frames.append(of_lane.change(parent=np.where(of_lane.parent == NONE, NONE, of_lane.parent + first)))
             is_exact.append(exact)
@@ -206,6 +216,8 @@ class LogTimeline:
         new = np.empty(len(order), np.int64)
         new[order] = np.arange(len(order))
         command_rows = new[len(order) - len(commands) :]
+        late = len(made.late)
+        begun = Links.of(late, source=new[late + made.before], target=new[:late], kind=LinkKind.HANDOFF)
         calls = np.full(len(log.rows), NONE, np.int64)
         is_call = np.concatenate(places) == _CALL
         calls[np.concatenate(rows)[is_call]] = new[is_call]
@@ -218,16 +230,22 @@ class LogTimeline:
                 Lane(self._rank, None, 0, "program"),
                 *(Lane(self._rank, 0, stream) for stream in self._lanes),
                 *host_lanes,
+                *([Lane(self._rank, None, NONE, WORKERS)] if (spans.lane == workers_lane).any() else []),
             ),
             names=names,
             spans=spans,
-            links=self._links(calls, command_rows),
+            links=Links.concatenate([self._links(calls, command_rows), begun]),
             frames=described(Frames.concatenate(frames), names),
             facts=replace(self._facts, groups=groups, pending_limit=self._room()),
         )
         host = timeline.rows_of(_HOST_LANE)
         marks = np.searchsorted(spans.start[host], begins - origin)
         return settle(timeline.change(marks=np.unique(host[marks[marks < len(host)]])))
+
+    def _takes_batch(self, chains: Ints) -> Mask:
+        """Which of these stand where the program takes a batch from a loader's workers."""
+        takes = [any(name.startswith(LOADER_WITH_WORKERS) for _, name in chain) for chain in self._chains.known]
+        return np.array(takes)[chains]
 
     def _room(self) -> int | None:
         """Of a stream's queue, where launches had to wait for room."""
@@ -474,6 +492,32 @@ class LogTimeline:
         pairs = np.concatenate([launches, np.array(orders, np.int64).reshape(-1, 2)])
         kind = np.repeat([LinkKind.LAUNCH, LinkKind.ORDER], [len(launches), len(orders)])
         return Links.of(len(pairs), source=pairs[:, 0], target=pairs[:, 1], kind=kind)
+
+
+class _LateBatches(NamedTuple):
+    """What the workers of a loader make, in processes of their own, while the program waits for it: from one batch
+    that it takes to the next."""
+
+    batches: Spans
+    late: Ints
+    """In which of the thread's spans each is waited for."""
+    before: Ints
+    """At the end of which of them it is begun."""
+
+    @classmethod
+    def of(cls, spans: Spans, taking: Ints, lane: int) -> _LateBatches:
+        """`taking`: in which spans the thread takes a batch."""
+        taking = taking[np.argsort(spans.start[taking], kind="stable")]
+        late, before = taking[1:], taking[:-1]
+        kept = (spans.kind[late] == Kind.WORK) & (spans.end[late] - spans.start[late] > LONGEST_HANDOVER)
+        late, before = late[kept], before[kept]
+        times = {"start": spans.end[before], "end": spans.end[late]}
+        return cls(Spans.of(len(late), lane=lane, kind=Kind.WORK, name=spans.name[late], **times), late, before)
+
+    def waited_for(self, spans: Spans) -> Spans:
+        kind, awaits = spans.kind.copy(), spans.awaits.copy()
+        kind[self.late], awaits[self.late] = Kind.SYNC, self.batches.lane
+        return spans.change(kind=kind, awaits=awaits)
 
 
 def _is_waited_for(log: DriverLog, kinds: np.ndarray[Any, Any]) -> Mask:

@@ -145,7 +145,8 @@ def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Ti
     if min(run.known for run in runs) < _LEAST_KNOWN:  # when the GPU was idle would be a guess
         tree = whole.facts.run and _without_gpu(whole.facts.run)
         whole = Timeline(whole.lanes[:1], (), Spans.of(0), facts=replace(whole.facts, run=tree))
-    return whole.change_facts(notes=(_how_it_closes(processes, runs), *_complaints(processes)), sources=())
+    notes = _how_it_closes(processes, runs), *_complaints(processes)
+    return whole.change_facts(notes=notes, rebuilt_within=_rebuilt_within(runs), sources=())
 
 
 def _without_gpu(part: Part) -> Part:
@@ -254,14 +255,20 @@ def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:
     return ()
 
 
+def _rebuilt_within(runs: Sequence[RebuiltRun]) -> float:
+    """By what share waits were predicted wrong; 0 where there are too few long ones to tell."""
+    errors, _, share = how_close([wait for run in runs for wait in run.waits])
+    return float(np.median(errors)) if len(errors) >= _TELLING and share >= 0.5 else 0.0
+
+
 def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
     calls = sum(int((~np.isin(one.log.kinds(), ("note", THINNED, RESUMED))).sum()) for one in processes)
-    errors, apart, share = how_close([wait for run in runs for wait in run.waits])
+    errors, apart, _ = how_close([wait for run in runs for wait in run.waits])
     known = float(np.mean([run.known for run in runs]))
     took = sum(map(_lasted, processes))
     cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
-    if len(errors) >= _TELLING and share >= 0.5:
-        closes = f"rebuilt within {100 * float(np.median(errors)):.1f}% of {len(errors):,} real waits"
+    if within := _rebuilt_within(runs):
+        closes = f"rebuilt within {100 * within:.1f}% of {len(errors):,} real waits"
     else:
         closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if len(apart) else ""
     part = _how_much(processes, took)

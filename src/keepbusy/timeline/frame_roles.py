@@ -78,12 +78,14 @@ class Role(IntFlag):
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
 """What marks steps, the surest first."""
 OWN_STEP, PROFILER_STEP = STEP_MARKS[:2]
+LOADER_WITH_WORKERS = "enumerate(DataLoader)#_MultiProcessing"
+"""How PyTorch annotates that a batch is taken from processes that prepare it."""
 
 _SCALARS = ("item", "_local_scalar_dense", "is_nonzero")
 _BEGINNINGS = (
     (("Optimizer.",), Role.OPTIMIZER),
     (("enumerate(DataLoader)",), Role.LOADER),
-    (("enumerate(DataLoader)#_MultiProcessing",), Role.LOADER_WORKERS),
+    ((LOADER_WITH_WORKERS,), Role.LOADER_WORKERS),
     (("nn.Module",), Role.MODULE),
     (("autograd::",), Role.BACKWARD | Role.INTERNAL),
     (("backward",), Role.BACKWARD),  # a whole pass, as a virtual run calls it

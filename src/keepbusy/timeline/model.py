@@ -39,6 +39,8 @@ UNRECORDED = "not recorded"
 """The name of host work within which nothing was recorded."""
 WORKERS = "loader workers"
 """The name of a host lane that stands for processes which prepare input."""
+LONGEST_HANDOVER = 300_000
+"""Nanoseconds: to take a batch that is ready from them costs less than this."""
 EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
 STAGED_BYTES = 65_536

@@ -63,6 +63,7 @@ class RunFacts:
     pending_limit: int | None = None  # commands that may be pending on a stream before a launch blocks
     virtual: bool = False
     logged: bool = False  # whether all calls of the driver were, on a real GPU
+    rebuilt_within: float = 0.0  # and then, the share by which its waits for the GPU were predicted wrong
     values: bool = True  # whether a virtual run computed anything
     modelled: bool = False  # whether the host's time was modelled
     compiled_eagerly: bool = False  # whether a virtual run was asked for `torch.compile`, and ran its code as written

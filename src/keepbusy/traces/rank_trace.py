@@ -13,7 +13,18 @@ import numpy as np
 
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import PROFILER_STEP, STEP_MARKS, Role, described
-from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, FrameKind, Frames, Ints, Kind, Lane, Mask
+from keepbusy.timeline.model import (
+    EVERY_LANE,
+    LONGEST_HANDOVER,
+    NONE,
+    WORKERS,
+    FrameKind,
+    Frames,
+    Ints,
+    Kind,
+    Lane,
+    Mask,
+)
 from keepbusy.traces.kineto_names import (
     ALLOCATION,
     ALLOCATION_SYNC,
@@ -31,8 +42,6 @@ BLOCKS_UNTIL_ITS_END = 10_000
 """A blocking copy returns up to 10 µs before its command ends (measured), or a little of a long copy."""
 FULL_QUEUE_WAIT, FULL_QUEUE_PENDING = 100_000, 400
 """A launch that takes this long while so many commands of its stream are pending has found the queue full."""
-LONGEST_HANDOVER = 300_000
-"""Taking a batch that is ready costs less than this."""
 _KINDS = {
     Category.OPERATOR: FrameKind.OPERATOR,
     Category.PYTHON: FrameKind.PYTHON,

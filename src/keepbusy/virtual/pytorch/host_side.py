@@ -32,7 +32,7 @@ from keepbusy.instrument import ENDED
 from keepbusy.instrument.lines import OURS, call_at_program
 from keepbusy.instrument.patches import Patches, admit_scripts, when_imported
 from keepbusy.instrument.processes import KeptDescriptor, kept_pipe
-from keepbusy.timeline.frame_roles import OWN_STEP
+from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS, OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.lanes import BACKWARD_PASS
 from keepbusy.virtual.clock.real_time import HostTime
@@ -44,7 +44,6 @@ from keepbusy.virtual.pytorch.randomness import refuse_generator
 from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, pinned_copy, tensors_in, to_host
 
 _LOADER = "enumerate(DataLoader)#"
-_LOADER_WITH_WORKERS = f"{_LOADER}_MultiProcessing"
 
 
 def patch(patches: Patches, measured: bool) -> None:
@@ -143,13 +142,13 @@ def _enter_annotation(native: Callable[..., Any], annotation: Any) -> Any:
     if annotation.name.startswith(_LOADER):
         # input is late where the loop asks for it, whatever the loader does then
         MACHINE.clock.work(1, place=MACHINE.place())
-    if annotation.name.startswith(_LOADER_WITH_WORKERS):
+    if annotation.name.startswith(LOADER_WITH_WORKERS):
         MACHINE.clock.await_batch()
     return native(annotation)
 
 
 def _leave_annotation(native: Callable[..., Any], annotation: Any, *error: Any) -> Any:
-    if annotation.name.startswith(_LOADER_WITH_WORKERS):
+    if annotation.name.startswith(LOADER_WITH_WORKERS):
         MACHINE.clock.take_batch(annotation.name)
     MACHINE.clock.leave()
     return native(annotation, *error)
@@ -270,7 +269,7 @@ class Worker:
         return self._idle_from
 
 
-_NEXT_BATCH = f"{_LOADER_WITH_WORKERS}DataLoaderIter.__next__"
+_NEXT_BATCH = f"{LOADER_WITH_WORKERS}DataLoaderIter.__next__"
 _DURATION = struct.Struct("qqq")
 """A process, a batch, and nanoseconds."""
 _PIPE: list[KeptDescriptor] = []
