@@ -54,7 +54,6 @@ EXPLAINED = {
         Threshold("LONGEST_HANDOVER", INFINITE, "A batch that takes 0.3 ms to be taken from the workers was late."),
     ),
     "keepbusy.explain.causes": (
-        Threshold("_BESIDE_MAKING", 0.0, "Between making a tensor and copying it, Python may take a twentieth of that."),
         Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
         Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),

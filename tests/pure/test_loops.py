@@ -381,6 +381,23 @@ def test_the_time_by_which_a_look_comes_late_passed_where_it_finds_the_program(p
     assert [program.chain(0)[-1][1], program.chain(1)[-1][1]] == [4, 9]
 
 
+def test_the_next_look_comes_as_soon_as_it_has_to() -> None:
+    """Else looks become rare, and a window of the profiler would stay open for as long."""
+    waits = list[float]()
+
+    class Stop:
+        def acquire(self, timeout: float) -> bool:
+            waits.append(timeout)
+            return len(waits) == 4
+
+    watch = LoopWatch(Clock(), lambda: None)
+    watch._every, watch._stop = 10**9, Stop()  # type: ignore[assignment]
+    soon = iter([None, 10**7, None])
+    watch.meanwhile = lambda: next(soon)
+    watch._look_on()
+    assert [round(wait, 1) for wait in waits] == [1.0, 1.0, 0.0, 1.0]
+
+
 class Held:
     """What a weak reference can tell of."""
 

@@ -143,7 +143,7 @@ def test_of_rounds_nobody_knows_whether_they_need_each_other() -> None:
     [one] = fixes(found)
     assert (one.fix, [place.library or str(place) for place in one.where]) == ("do_at_once", ["metric.py:8"])
     assert one.reason.startswith("240 of the 245 launches per iteration are there, in 80 equal rounds. Where")
-    assert one.predicted.step == near(5 * 129 + 80 * 3 * 4, 0.02)
+    assert one.predicted.step == near(5 * 100 + 80 * 3 * 4, 0.02)
     assert one.predicted.low < one.predicted.step < one.predicted.high
     assert one.predicted.high >= found.plan[0].predicted.step  # where each needs the one before it, it gains nothing
 

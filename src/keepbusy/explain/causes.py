@@ -47,8 +47,6 @@ CALL_OF_ITS_OWN = 300_000
 recorded alone."""
 PRICE_OF_A_CALL = 100_000
 """What takes less is what any call costs: it makes nothing, and is no work between a read and a copy back."""
-_BESIDE_MAKING = 0.05
-"""Python's own time between making a tensor and copying it, as a share of the making: more may be work on it."""
 TIMES_AS_MANY = 4
 """Nobody knows how many workers a loader has; the prediction is for so many times as many."""
 UNEQUAL_TIMES = 1.1
@@ -503,30 +501,28 @@ def _find_made(scene: Scene, draft: Draft) -> None:
 
 
 def _making(scene: Scene, launch: int) -> Ints:
-    """The rows before this launch in which its tensor was made; none if anything but making went on there."""
+    """The rows before this launch in which its tensor was made; none if anything but making went on there. What Python
+    itself does at the line of the launch comes with any call."""
     spans, frames, lane = scene.timeline.spans, scene.timeline.frames, scene.timeline.spans.lane[launch]
-    rows, since_made = list[int](), list[int]()
-    making = beside = 0
-    row = int(scene.before[launch])
+
+    def called(row: int) -> tuple[int, int]:
+        """What the innermost operator does, and the name of the line; NONE where there is none."""
+        around = [*frames.around(int(spans.frame[row]))]
+        role = next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), NONE)
+        return role, next((int(frames.name[one]) for one in around if frames.kind[one] != FrameKind.OPERATOR), NONE)
+
+    _, line = called(launch)
+    rows: list[int] = []
+    row, makes = int(scene.before[launch]), False
     while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
-        around = frames.around(int(spans.frame[row]))
-        role = next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), None)
-        work = int(spans.work[row])
-        if work >= PRICE_OF_A_CALL:
-            if role is None:
-                beside += work
-            elif role & Role.MAKES:
-                making += work
-                if beside > _BESIDE_MAKING * making:
-                    break
-                rows += [*since_made, row]
-                since_made.clear()
-            elif role & Role.SHAPES:
-                since_made.append(row)
-            else:
+        role, at = called(row)
+        if spans.work[row] >= PRICE_OF_A_CALL and (role != NONE or at != line):
+            if role == NONE or not role & (Role.MAKES | Role.SHAPES):
                 break
+            makes |= bool(role & Role.MAKES)
+            rows.append(row)
         row = int(scene.before[row])
-    return np.array(rows, np.int64)
+    return np.array(rows if makes else [], np.int64)
 
 
 def _find_launches(scene: Scene, draft: Draft) -> None:

@@ -167,8 +167,9 @@ class LoopWatch:
         """Of the thread that makes it, or of wherever `frame` finds."""
         self.looks = Looks(began=clock())
         self.fault = ""
-        self.meanwhile: Callable[[], object] | None = None
-        """Called in the looking thread after each look."""
+        self.meanwhile: Callable[[], int | None] | None = None
+        """Called in the looking thread after each look. It says after how many nanoseconds the next one has to come, if
+        that matters."""
         self._clock = clock
         thread = threading.get_ident()
         self._native = threading.get_native_id() if frame is None else NONE
@@ -211,17 +212,17 @@ class LoopWatch:
     def _look_on(self) -> None:
         due = self._clock() + self._every
         while not self._stop.acquire(timeout=max(0, due - self._clock()) / 1e9):
-            began = self._clock()
+            began, soon = self._clock(), None
             self._pace = min(round(GROWTH * self._pace), TIMES_ITS_COST * self._cost)
             try:
                 self.look(min(due, began))
                 took = self._clock() - began
                 self._cost = (7 * self._cost + min(took, 2 * self._cost or took)) // 8  # others may have had their turn
                 if self.meanwhile is not None:
-                    self.meanwhile()
+                    soon = self.meanwhile()
             except Exception as error:  # the next one may see more of a program that is about to begin
                 self.fault = f"{type(error).__name__}: {error}"
-            due = self._clock() + max(self._every, self._pace)
+            due = self._clock() + (max(self._every, self._pace) if soon is None else soon)
 
     def look(self, due: int | None = None) -> None:
         """Note where the program is now, and was since the look was due: it held the interpreter there, as the garbage

@@ -21,8 +21,9 @@ from keepbusy.log.log_file import ROW, CallFlag
 
 _WINDOWS, _MOST_HELD_UP = 6, 0.003
 """So many may open in any run; further ones where all have taken at most this share of it until then."""
-_FIRST_CHECK, _WHILE_IDLE, _RARELY = 25_000_000, 100_000_000, 2_000_000_000
-"""Nanoseconds between two looks at the log: at first, while hardly anything is launched, and while all is known."""
+_FIRST_CHECK, OPEN_CHECK, _WHILE_IDLE, _RARELY = 25_000_000, 25_000_000, 100_000_000, 2_000_000_000
+"""Nanoseconds between two looks at the log: at first, while a window is open, while hardly anything is launched, and
+while all is known."""
 _LASTS = 60_000_000
 """Kernels of which the program launches unknown ones for so long are worth a window."""
 _PATIENCE = 500_000_000
@@ -107,7 +108,7 @@ class KernelWindows:
             self._since_opened.append(self._new_rows())
             if self._has_seen_enough(now):
                 self._close()
-            wait = _FIRST_CHECK
+            wait = OPEN_CHECK
         self._next_check = time.perf_counter_ns() + wait
 
     def _look_for_unknown(self, now: int) -> None:

@@ -29,7 +29,7 @@ from keepbusy.instrument.loops import LoopWatch
 from keepbusy.instrument.patches import Function, Patches, called_plainly, left_alone, when_imported
 from keepbusy.instrument.processes import follow, rank_and_world
 from keepbusy.log import hostlog, memory_history
-from keepbusy.log.kernel_windows import KernelWindows
+from keepbusy.log.kernel_windows import OPEN_CHECK, KernelWindows
 from keepbusy.timeline.files import write_whole
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.run_facts import CutShort, allocator_settings
@@ -85,8 +85,9 @@ class ProgramLog:
         self._loops.begin()
         return ""
 
-    def _meanwhile(self) -> None:
-        """In the thread that looks on. A process that is killed says no more than what was written by then."""
+    def _meanwhile(self) -> int | None:
+        """In the thread that looks on; while a window is open, it looks again soon. A process that is killed says no
+        more than what was written by then."""
         was_open = self._windows.is_open
         self._windows.think()
         now = time.perf_counter_ns()
@@ -94,6 +95,7 @@ class ProgramLog:
         if (was_open and not self._windows.is_open) or now > self._write_at:
             self._write_at = now + _WRITES_EVERY
             self._leave()
+        return OPEN_CHECK if self._windows.is_open else None
 
     def _thin(self, now: int) -> None:
         """Leave out calls of a long run whose iterations are counted; not of ranks, which must know of each other's.
