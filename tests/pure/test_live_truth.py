@@ -16,6 +16,7 @@ from keepbusy.explain.diagnosis import Diagnosis
 from keepbusy.timeline.busy_file import load
 
 LIVE = Path(__file__).parents[1] / "gpu" / "truth" / "live"
+LOGS = LIVE.with_name("logged")
 LINES = {
     "copy_in_line": ("copy_not_overlapped", 25),
     "late_rank": ("peer_late", 15),
@@ -46,6 +47,23 @@ def test_the_predicted_step_is_what_the_fixed_program_takes(case: str) -> None:
     truth, said = json.loads((LIVE / f"{case}.json").read_text()), told(case)
     predicted = next(one.predicted.step for one in said.causes if one.cause == LINES[case][0]) / 1e6
     assert abs(predicted - truth["fixed_ms"]) < WITHIN * truth["stalled_ms"]
+
+
+LOGGED = {
+    "evaluate_masks": ("blocking_copy", 21),
+    "few_workers": ("input_late", 25),
+    "graph_unique": ("host_sync", 37),
+    "made_on_host": ("made_on_host", 12),
+    "mask_index": ("host_sync", 18),
+}
+"""Recorded whole: 40 iterations each. In another job, the fixed program was timed (`record_stallbench.py`)."""
+
+
+@pytest.mark.parametrize("case", LOGGED)
+def test_the_first_fix_of_a_logged_run_is_the_one_that_was_measured(case: str) -> None:
+    truth, first = json.loads((LOGS / f"{case}.json").read_text()), explain(load(LOGS / f"{case}.busy")).plan[0]
+    assert (first.causes[0], first.where[0].line) == LOGGED[case]
+    assert abs(first.predicted.step / 1e6 - truth["fixed_ms"]) < WITHIN * truth["stalled_ms"]
 
 
 def test_a_healthy_program_is_left_alone() -> None:
