@@ -168,7 +168,7 @@ LINES = {
     "timeline": 3106,
     "traces": 2420,
     "instrument": 3721,
-    "log": 3263,
+    "log": 3287,
     "virtual": 9265,
     "explain": 4791,
     "report": 3332,

@@ -332,6 +332,33 @@ def test_operators_that_called_nothing_stand_where_the_profiler_saw_them() -> No
     ]
 
 
+def test_an_operator_that_makes_several_calls_goes_on_between_them() -> None:
+    """As `nonzero` does, of what a mask chooses."""
+    written = HandwrittenLog(stacks={1: (MAIN,)})
+    for grid in (1, 64, 64, 1):  # four kinds, by the call before
+        written.now += 10
+        written.call("launch", grid, took=10, stack=1)
+    log = written.log()
+    operators = CallOperators()
+    shared = [Operators(("aten::index", "aten::nonzero"), 0), Operators(("aten::index", "aten::nonzero"), 2)]
+    for key, around in zip(
+        keys_of(log), [*shared, Operators(("aten::index",), 1), Operators(("aten::mul",))], strict=True
+    ):
+        operators.around[key][around] += 1
+    found = told_with(written, HostSide(operators=operators))
+    main, index = "train.py(9): <module>", "train.py(9): <module> | aten::index"
+    assert host_frames(found) == [
+        (f"{index} | aten::nonzero", 0, 10),
+        (f"{index} | aten::nonzero", 10, 20),
+        (f"{index} | aten::nonzero", 20, 30),
+        (index, 30, 40),
+        (index, 40, 50),
+        (main, 50, 60),
+        (f"{main} | aten::mul", 60, 70),
+    ]
+    assert [found.names[name] for name in found.frames.name].count("aten::index") == 1
+
+
 def test_each_thread_with_python_has_a_lane_of_its_own() -> None:
     written = HandwrittenLog(stacks={1: (MAIN,), 2: (OTHER,)})
     for stack, thread in ((1, 0), (1, 0), (2, 7)):

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -321,7 +321,7 @@ class LogTimeline:
         is_whole = waits.copy()
         is_whole[of_stay] = False
         gaps, calls = np.flatnonzero(is_whole), np.flatnonzero(~self._is_note[rows])
-        work, lengths = self._number("work"), np.array([len(chain) for chain in self._chains.known], np.int64)
+        work = self._number("work")
         end = self._host.ended - self._origin if lane == _HOST_LANE and self._host.ended else 0
         last = events.end[-1:] if len(rows) else np.zeros(1)
         tail = last[last < end]
@@ -336,11 +336,13 @@ class LogTimeline:
             np.array([stay.is_exact for stay in stays], bool),
             np.ones(len(calls), bool),
         ]
+        gap_chain = self._open_between(events, gaps)
+        lengths = np.array([len(chain) for chain in self._chains.known], np.int64)
         visits = Visits(
-            chain=np.concatenate([events.lines[gaps], stay_chain, events.chain[calls]]),
+            chain=np.concatenate([gap_chain, stay_chain, events.chain[calls]]),
             start=starts.astype(np.int64),
             end=ends.astype(np.int64),
-            shared_at_most=np.concatenate([lengths[events.lines[gaps]], stay_shared, events.shared[calls]]),
+            shared_at_most=np.concatenate([lengths[gap_chain], stay_shared, events.shared[calls]]),
             is_exact=np.concatenate(are_exact),
         )
         call_kind = np.select(
@@ -374,6 +376,19 @@ class LogTimeline:
         log_row = np.concatenate([rows[row], rows[row[copies]], np.full(len(tail), len(log.rows))])
         places = np.concatenate([place, np.full(len(copies), _WAIT), np.zeros(len(tail), np.int64)])
         return spans, visits, visit_of_span, log_row, places
+
+    def _open_between(self, events: _HostEvents, gaps: Ints) -> Ints:
+        """Of the times before these events, the chain: the line, and the operators that the call before and the one
+        after share."""
+        before = np.where(gaps > 0, events.chain[np.maximum(gaps - 1, 0)], NOWHERE)
+        table, which = different_rows(before, events.chain[gaps], events.lines[gaps], events.shared[gaps])
+        chains = list[int]()
+        for earlier, later, line, shared in table.tolist():
+            chain = self._chains.known[later]
+            pairs = zip(self._chains.known[earlier], chain[:shared], strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            chains.append(self._chains.number(chain[: max(same, len(self._chains.known[line]))]))
+        return np.array(chains, np.int64)[which] if len(gaps) else events.lines[gaps]
 
     def _divided(self, events: _HostEvents) -> list[_Stay]:
         """Long times between two calls in which more is known than the call that comes next."""

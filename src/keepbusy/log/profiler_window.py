@@ -56,6 +56,11 @@ class CallOperators:
 
     around: dict[CallKey, Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
     around_any: dict[tuple[int, int], Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
+    """By stack and call, whatever was called before."""
+    around_function: dict[tuple[int, int], Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
+    """By stack and kernel, whatever its grid: that may depend on data."""
+    functions: dict[int, int] = field(default_factory=dict)
+    """Of each call that launches, the kernel."""
     between: dict[tuple[CallKey, CallKey], list[OperatorBetweenCalls]] = field(default_factory=dict)
     shortest: dict[tuple[CallKey, CallKey], int] = field(default_factory=dict)
     """Between two calls, the least time that was seen, in which nothing else has held them up: `between` is of it."""
@@ -64,7 +69,8 @@ class CallOperators:
     def of(self, key: CallKey) -> Operators:
         usual = self._usual.get(key)
         if usual is None:
-            found = self.around.get(key) or self.around_any.get(key[:2])
+            kernel = key.stack, self.functions.get(key.call, 0)
+            found = self.around.get(key) or self.around_any.get(key[:2]) or self.around_function.get(kernel)
             usual = self._usual[key] = found.most_common(1)[0][0] if found else Operators()
         return usual
 
@@ -83,7 +89,8 @@ def learn_from_windows(
     log: DriverLog, folder: Path, windows: Sequence[dict[str, int]]
 ) -> tuple[KernelTimes, CallOperators]:
     """Of the windows that a process has left in this folder. `windows`: when they were opened, by both clocks."""
-    times, operators = list[KernelTimes](), CallOperators()
+    kernels = {number: call.function for number, call in log.calls.items() if call.kind == "launch"}
+    times, operators = list[KernelTimes](), CallOperators(functions=kernels)
     keys = call_keys(log)
     for number, window in enumerate(windows):
         path = folder / f"window{number}.json"
@@ -226,6 +233,8 @@ def _learn_of_thread(
         these = Operators(tuple(found[one].name for one in around[place]), shared)
         operators.around[key_of[row]][these] += 1
         operators.around_any[key_of[row][:2]][these] += 1
+        if kernel := operators.functions.get(key_of[row].call, 0):
+            operators.around_function[key_of[row].stack, kernel][these] += 1
     calling = {one for chain in around for one in chain}
     starts = [one.begin for one in found]
     for place in range(1, len(rows)):
