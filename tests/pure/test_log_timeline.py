@@ -231,8 +231,10 @@ def test_a_batch_that_is_late_is_made_from_when_the_one_before_it_was_taken() ->
         written.call("note", value=0, took=0, stack=1)
         for _ in range(10):
             written.call("launch", 1, took=10, stack=1)
+    looks = [round(moment * US) for moment in (1_000, 3_000)]  # which part the wait
     name = f"{LOADER_WITH_WORKERS}DataLoaderIter.__next__"
-    found = told_with(written, HostSide(notes=("", name)))
+    host = HostSide(notes=("", name), look_times=looks, look_chains=[(OTHER,), (MAIN,)])
+    found = told_with(written, host)
     [workers] = [number for number, lane in enumerate(found.lanes) if lane.name == WORKERS]
     assert told(found, workers) == [("WORK", 10, 5_110), ("WORK", 5_110, 5_610)]
     assert [one for one in told(found, 0) if one[0] == "SYNC"] == [("SYNC", 110, 5_110), ("SYNC", 5_210, 5_610)]

@@ -63,6 +63,26 @@ def test_iterations_under_the_profiler_are_left_out(left: Path) -> None:
     assert len(timeline(left).facts.beside) in range(2, 12)
 
 
+def test_of_a_run_within_one_window_the_iterations_stay_in_which_it_neither_began_nor_ended(left: Path) -> None:
+    path = left / "706" / FACTS
+    facts = json.loads(path.read_text())
+    first, last = facts["windows"]
+    facts["windows"] = [first | {"closes": facts["ended"] - 1_000_000, "closed": facts["ended"]}, last]
+    path.write_text(json.dumps(facts))
+    whole = timeline(left)
+    assert len(whole.marks) - len(whole.facts.beside) > 20
+
+
+def test_a_window_that_nobody_closed_lasts_to_the_end(left: Path) -> None:
+    path = left / "706" / FACTS
+    facts = json.loads(path.read_text())
+    del facts["windows"][1]["closed"]
+    path.write_text(json.dumps(facts))
+    beside = timeline(left).facts.beside
+    assert beside[-1] == 99
+    assert 5 not in beside
+
+
 def test_where_no_kernel_was_timed_nothing_is_said_of_the_gpu(left: Path) -> None:
     (left / "706" / FACTS).unlink()  # as of a process that was killed
     whole = timeline(left)
@@ -235,6 +255,13 @@ def test_a_rank_in_which_no_window_opened_takes_its_kernel_times_from_the_other(
     assert keepbusy.explain(without_first_steps(whole)).plan[0].where[0].line == 15
     common = found[1].times.durations.keys() & expected[1].times.durations.keys()
     assert len(common) > 0.9 * len(expected[1].times.durations)
+
+
+def test_what_rebuilt_times_are_wrong_by_is_noise(left: Path) -> None:
+    whole = without_first_steps(timeline(left))
+    told, unsure = keepbusy.explain(whole), keepbusy.explain(whole.change_facts(rebuilt_within=0.5))
+    assert told.noise == round(0.03 * told.plain_step)
+    assert unsure.noise == pytest.approx(0.5 * told.ledger["computing"], rel=0.01)
 
 
 # they leave their logs for the first of them

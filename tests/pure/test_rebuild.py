@@ -307,3 +307,41 @@ def test_a_full_queue_tells_how_fast_the_gpu_is(slower: float) -> None:
     assert run.end[-1] == pytest.approx(6_000 * each * US, rel=0.02)
     lasted = run.end[3_000:-1_000] - run.begin[3_000:-1_000]
     assert np.median(lasted) == pytest.approx(each * US, rel=0.02)
+
+
+# copies that are waited for
+
+
+def copied_home(size: int, kernels: float, copies: list[float]) -> HandwrittenLog:
+    """In each iteration ten kernels, and a copy of so many bytes home: its call ends when all that is done."""
+    written = HandwrittenLog()
+    for copy in copies:
+        begin = written.now
+        for _ in range(10):
+            written.call("launch", 64, took=5)
+        written.now += 5
+        until = begin + LAUNCH / US + 10 * kernels + 9 * GAP / US + GAP / US + copy + BACK / US
+        written.call("copy_to_host", took=until - written.now, value=size, flags=CallFlag.PAGEABLE)
+        written.now += 20
+    return written
+
+
+def kernels_and_copies(written: HandwrittenLog) -> tuple[float, float]:
+    """What the last kernel and the last copy take, rebuilt, in microseconds; the window saw kernels of 50."""
+    log = written.log()
+    run = rebuild(log, times(log, 2, 50))
+    took = (run.end - run.begin) / US
+    return float(took[-2]), float(took[-1])
+
+
+def test_what_a_large_copy_takes_longer_than_usual_makes_no_kernel_faster_or_slower() -> None:
+    """Its host memory is new at first, and then it is not."""
+    kernels, copy = kernels_and_copies(copied_home(1 << 24, 50, [8_000.0, 8_000.0, *[1_700.0] * 30]))
+    assert kernels == pytest.approx(50, rel=0.02)
+    assert copy == pytest.approx(1_700, rel=0.02)
+
+
+def test_a_small_copy_tells_how_fast_kernels_are() -> None:
+    kernels, copy = kernels_and_copies(copied_home(4, 65, [1.5] * 30))
+    assert kernels == pytest.approx(65, rel=0.05)
+    assert copy < 10

@@ -133,13 +133,14 @@ class Windows(KernelWindows):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.opened = 0
+        self.opened = self.cost = self.opening_costs = 0
         self.while_it_saves: Callable[[], object] = lambda: None
 
     def _open(self) -> None:
         self._profiler, self._since_opened = object(), []
         self._opened, self.opened = kernel_windows.time.perf_counter_ns(), self.opened + 1
         self.windows.append({})
+        self.cost += self.opening_costs
 
     def _save(self) -> None:
         self.while_it_saves()
@@ -231,6 +232,46 @@ def test_a_short_training_after_a_long_start_is_seen(tmp_path: Path, clock: list
     for _ in range(20):
         program.launch([*range(31, 61)], 25)
     assert program.windows.opened == opened + 1
+
+
+def test_what_opening_a_window_costs_keeps_it_open_no_longer(
+    tmp_path: Path, clock: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Launching(tmp_path, clock)
+    program.windows.opening_costs = 20_000_000
+    monkeypatch.setattr(kernel_windows.time, "thread_time_ns", lambda: program.windows.cost)
+    open_for = []
+    for _ in range(30):
+        program.launch([*range(1, 21)], 30)
+        open_for.append(program.windows.is_open)
+    assert open_for.count(True) in range(2, 6)
+
+
+@pytest.mark.parametrize("iterations", [5, 10, 60])
+def test_iterations_repeat_whatever_was_launched_before_them(iterations: int) -> None:
+    """As three layers that are built, each with the same twenty calls."""
+    rows = np.zeros(60 + 100 * iterations, ROW)
+    rows["call"] = [*[*range(1, 21)] * 3, *[*range(101, 201)] * iterations]
+    assert kernel_windows._period(rows) == 100
+
+
+def test_a_window_waits_for_kernels_that_repeat_though_others_were_launched_long_before(
+    tmp_path: Path, clock: list[int]
+) -> None:
+    program = Launching(tmp_path, clock)
+    program.launch([*range(1, 31)], 30)
+    for _ in range(200):
+        program.launch([], 50)
+    program.launch([*range(31, 61)], 30)
+    assert program.windows.opened == 0
+
+
+def test_few_calls_at_a_time_are_gathered_before_the_first_window_as_well(tmp_path: Path, clock: list[int]) -> None:
+    program = Launching(tmp_path, clock)
+    program.windows.windows.clear()
+    for _ in range(40):
+        program.launch([*range(1, 13)], 50)
+    assert program.windows.opened or program.windows._is_wanted  # as soon as the program's thread comes to it
 
 
 def test_slow_iterations_that_launch_in_bursts_are_seen(tmp_path: Path, clock: list[int]) -> None:

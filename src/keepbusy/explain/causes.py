@@ -171,7 +171,7 @@ class Scene:
     @cached_property
     def chosen_before(self) -> Ints:
         """Of each wait of a backward pass for what a mask chooses, the row in the same step at which the forward pass
-        chose that, or NONE: the last are first."""
+        chose that, or NONE. Backward waits pair with forward rows in reverse order."""
         timeline, result = self.timeline, np.full(len(self.timeline), NONE, np.int64)
         waits = np.flatnonzero(self.is_sync & self.within(Role.CHOOSES))
         in_backward = self.within(Role.BACKWARD)[waits]
@@ -180,7 +180,8 @@ class Scene:
             step = np.searchsorted(timeline.marks_of(rank), waits, side="right")
             for number in np.unique(step[of_rank & in_backward]).tolist():
                 here = of_rank & (step == number)
-                forward, backward = waits[here & ~in_backward], waits[here & in_backward]
+                backward = waits[here & in_backward]
+                forward = waits[here & ~in_backward & (waits < backward[0])]
                 if len(forward):
                     share = np.arange(len(backward)) / len(backward)
                     result[backward] = forward[::-1][(share * len(forward)).astype(np.int64)]
@@ -516,7 +517,7 @@ def _making(scene: Scene, launch: int) -> Ints:
     row, makes = int(scene.before[launch]), False
     while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
         role, at = called(row)
-        if spans.work[row] >= PRICE_OF_A_CALL and (role != NONE or at != line):
+        if spans.work[row] >= PRICE_OF_A_CALL and (role != NONE or at != line or line == NONE):
             if role == NONE or not role & (Role.MAKES | Role.SHAPES):
                 break
             makes |= bool(role & Role.MAKES)

@@ -222,7 +222,8 @@ class LoopWatch:
                     soon = self.meanwhile()
             except Exception as error:  # the next one may see more of a program that is about to begin
                 self.fault = f"{type(error).__name__}: {error}"
-            due = self._clock() + (max(self._every, self._pace) if soon is None else soon)
+            rest = max(self._every, self._pace)
+            due = self._clock() + (rest if soon is None else min(soon, rest))
 
     def look(self, due: int | None = None) -> None:
         """Note where the program is now, and was since the look was due: it held the interpreter there, as the garbage

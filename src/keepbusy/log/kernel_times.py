@@ -120,51 +120,59 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
     times = KernelTimes({key: float(np.median(durations)) for key, durations in seen.items()})
     times.names = names
     times.fastest = {key: min(durations) for key, durations in seen.items()}
-    by_function = defaultdict[int, list[float]](list)
     by_kind = defaultdict[tuple[str, int], list[tuple[int, float]]](list)
     for key, duration in times.durations.items():
-        call = log.calls[key[0]]
-        if call.kind == "launch":
-            by_function[call.function].append(duration)
-        else:
-            by_kind[call.kind, key[2]].append((key[1], duration))
-    times.by_function = {function: float(np.median(durations)) for function, durations in by_function.items()}
-    times.usual = float(np.median([*times.by_function.values()])) if by_function else times.usual
+        if log.calls[key[0]].kind != "launch":
+            by_kind[log.calls[key[0]].kind, key[2]].append((key[1], duration))
+    times.by_function = _by_function(log, times.durations)
+    times.usual = float(np.median([*times.by_function.values()])) if times.by_function else times.usual
     times.copies = {kind: _line(points, _usual_byte(*kind)) for kind, points in by_kind.items()}
     _learn_delays(times, log, issuers, matched)
     return times
 
 
 def shared_by_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[KernelTimes]:
-    """Ranks run the same kernels on like GPUs, so a rank whose window missed one takes its time from another rank."""
+    """Ranks run the same kernels on like GPUs, so a rank whose window missed one takes its time from other ranks."""
     most = max(times, key=lambda one: len(one.durations))
-    learned = dict[tuple[DriverCall, int, int], tuple[float, float, str]]()
-    for log, one in zip(logs, times, strict=True):
+    numbers = [_numbers_of_names(log) for log in logs]
+    learned = defaultdict[tuple[DriverCall, int, int], list[tuple[float, float, str]]](list)
+    for of_rank, one in zip(numbers, times, strict=True):
+        calls = {number: call for call, number in of_rank.items()}
         for (number, size, flag), duration in one.durations.items():
-            times_of = duration, one.fastest.get((number, size, flag), duration), one.names.get(number, "")
-            learned.setdefault((_anywhere(log.calls[number]), size, flag), times_of)
+            if number in calls:
+                fastest, name = one.fastest.get((number, size, flag), duration), one.names.get(number, "")
+                learned[calls[number], size, flag].append((duration, fastest, name))
     shared = list[KernelTimes]()
-    for log, one in zip(logs, times, strict=True):
-        numbers = defaultdict[DriverCall, list[int]](list)
-        for number, call in log.calls.items():
-            if call.name or call.kind != "launch":
-                numbers[_anywhere(call)].append(number)
-        known = replace(one if one.durations else most, durations={}, fastest={}, names={}, by_function={})
-        known.copies = most.copies | one.copies
-        for (call, size, flag), (duration, fastest, name) in learned.items():
-            for number in numbers[call]:
-                known.durations[number, size, flag], known.fastest[number, size, flag] = duration, fastest
-                known.names[number] = name
-                known.by_function[log.calls[number].function] = duration
-        for field_name in ("durations", "fastest", "names", "by_function"):
+    for log, of_rank, one in zip(logs, numbers, times, strict=True):
+        known = replace(one if one.durations else most, durations={}, fastest={}, names={})
+        for (call, size, flag), each in learned.items():
+            if call in of_rank:
+                number = of_rank[call]
+                durations, fastest_of, names = zip(*each, strict=True)
+                known.durations[number, size, flag] = float(np.median(durations))
+                known.fastest[number, size, flag], known.names[number] = min(fastest_of), names[0]
+        for field_name in ("durations", "fastest", "names"):
             getattr(known, field_name).update(getattr(one, field_name))
+        known.by_function, known.copies = _by_function(log, known.durations), most.copies | one.copies
         shared.append(known)
     return shared
 
 
-def _anywhere(call: DriverCall) -> DriverCall:
-    """Without the address that its function has in one process."""
-    return replace(call, function=0)
+def _numbers_of_names(log: DriverLog) -> dict[DriverCall, int]:
+    """Calls without the address that a function has in one process, where that tells which it is."""
+    numbers = defaultdict[DriverCall, list[int]](list)
+    for number, call in log.calls.items():
+        if call.name or call.kind != "launch":
+            numbers[replace(call, function=0)].append(number)
+    return {call: of_call[0] for call, of_call in numbers.items() if len(of_call) == 1}
+
+
+def _by_function(log: DriverLog, durations: dict[Key, float]) -> dict[int, float]:
+    found = defaultdict[int, list[float]](list)
+    for (number, _, _), duration in durations.items():
+        if log.calls[number].kind == "launch":
+            found[log.calls[number].function].append(duration)
+    return {function: float(np.median(each)) for function, each in found.items()}
 
 
 def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[np.intp]]:

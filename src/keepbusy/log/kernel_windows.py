@@ -72,7 +72,8 @@ class KernelWindows:
         self._is_ours = False
         self._patches = Patches()
         self._known = np.zeros(0, np.int64)
-        self._last_row = self._next_check = self._unknown_since = self._opened = self._period = 0
+        self._last_row = self._next_check = self._opened = self._period = 0
+        self._unknown_since = self._unknown_until = 0
         self._began = time.perf_counter_ns()
         self._recent = np.zeros(0, ROW)
         self._patience = _PATIENCE
@@ -100,6 +101,7 @@ class KernelWindows:
         if now < self._next_check or self.gave_way or self.has_ended or not uses_gpu():
             return
         self.thread = self.thread or threading.get_native_id()
+        wait = self._every
         if self._profiler is None:
             began = time.thread_time_ns()
             self._look_for_unknown(now)
@@ -108,11 +110,12 @@ class KernelWindows:
             self._since_opened.append(self._new_rows())
             if self._has_seen_enough(now):
                 self._close()
+        if self.is_open or self._is_wanted:
             wait = OPEN_CHECK
         self._next_check = time.perf_counter_ns() + wait
 
     def _look_for_unknown(self, now: int) -> None:
-        if self.windows and self._is_nothing_unknown():
+        if self._skips(now):
             return
         rows = self._new_rows()
         if len(rows):
@@ -122,7 +125,7 @@ class KernelWindows:
                 self._unknown_since = 0
                 self._every = min(_RARELY, self._every * 2) if self.windows else _FIRST_CHECK
             return
-        self._unknown_since = self._unknown_since or now
+        self._unknown_since, self._unknown_until = self._unknown_since or now, now
         self._every = _FIRST_CHECK
         self._period = _period(self._recent) if now - self._unknown_since > _LASTS else 0
         if self._period or now - self._unknown_since > self._patience:
@@ -166,13 +169,13 @@ class KernelWindows:
             began = time.perf_counter_ns()
             self._is_ours = True
             try:
-                self._profiler = profiler.profile(
+                opening = profiler.profile(
                     use_cpu=True, use_device="cuda", use_kineto=True, experimental_config=_in_all_threads()
                 )
                 with deaf_to_signals():  # the profiler's threads: the program's signals are for its own
-                    self._profiler.__enter__()
+                    opening.__enter__()
             except Exception:
-                self._profiler, self.has_ended = None, True  # it would fail again
+                self.has_ended = True  # it would fail again
                 raise
             finally:
                 self._is_ours = False
@@ -181,6 +184,7 @@ class KernelWindows:
             self.held_up += self._opened - began
             now = {"wall": time.time_ns(), "clock": time.perf_counter_ns()}
             self.windows.append({**now, "opens": began})
+            self._profiler = opening  # last: the looking thread takes it for open from now on
 
     def _close(self) -> None:
         with self._lock:
@@ -217,12 +221,15 @@ class KernelWindows:
             self._close()
         return native(*args, **kwargs)
 
-    def _is_nothing_unknown(self) -> bool:
-        """The program waits for Python while rows are sorted, so this is asked first."""
+    def _skips(self, now: int) -> bool:
+        """Whether hardly anything was launched, or nothing that is unknown. The program waits for Python while rows are
+        sorted, so this is asked first."""
         rows = self._latest_rows()
         rows = rows[rows["begin"] > self._last_row]
         if len(_commands_in(rows)) < _FEW:
-            self._every = _WHILE_IDLE
+            self._every = _WHILE_IDLE if self.windows else _FIRST_CHECK
+            if now - self._unknown_until > self._patience:
+                self._unknown_since, self._recent = 0, self._recent[:0]
         elif self._are_known(rows):
             self._last_row, self._unknown_since, self._recent = int(rows["begin"].max()), 0, self._recent[:0]
             self._every = min(_RARELY, self._every * 2)
@@ -266,11 +273,12 @@ def _keys_of(rows: np.ndarray) -> np.ndarray:
 
 
 def _period(rows: np.ndarray) -> int:
-    """After how many rows they repeat; 0 if they do not. It is asked while the program waits for Python, so of the rows
+    """After how many rows they repeat; 0 if they do not. The program waits for Python meanwhile, so of the latest rows
     that come back only the rarest are followed."""
     keys = _keys_of(rows)[-_ROWS_KEPT // 2 :]
     _, number_of, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    several = np.flatnonzero(counts >= _TIMES)
+    is_late = np.isin(np.arange(len(counts)), number_of[-len(keys) // _TIMES :])
+    several = np.flatnonzero((counts >= _TIMES) & is_late)
     rarest = several[np.argsort(counts[several], kind="stable")[:_FEW]]
     lengths = {int(np.median(np.diff(np.flatnonzero(number_of == number)))) for number in rarest.tolist()}
     for length in sorted(lengths):

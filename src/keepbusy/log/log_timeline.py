@@ -195,11 +195,11 @@ class LogTimeline:
             frame = np.append(innermost, NONE)[visit_of_span]
             if lane == _HOST_LANE:
                 taking = np.flatnonzero(self._takes_batch(np.append(visits.chain, NOWHERE)[visit_of_span]))
-                made = _LateBatches.of(spans, taking, workers_lane)
-                spans = made.waited_for(spans)
-                parts.append(made.batches)  # before the waits for them, as they release them
-                rows.append(row[made.late])
-                places.append(place[made.late])
+                loader = _LateBatches.of(spans, taking, workers_lane)
+                spans, frame, row, place = loader.spans, frame[loader.kept], row[loader.kept], place[loader.kept]
+                parts.append(loader.batches)  # before the waits for them, as they release them
+                rows.append(row[loader.late])
+                places.append(place[loader.late])
             parts.append(spans.change(frame=np.where(frame == NONE, NONE, frame + first)))
             frames.append(of_lane.change(parent=np.where(of_lane.parent == NONE, NONE, of_lane.parent + first)))
             is_exact.append(exact)
@@ -216,8 +216,8 @@ class LogTimeline:
         new = np.empty(len(order), np.int64)
         new[order] = np.arange(len(order))
         command_rows = new[len(order) - len(commands) :]
-        late = len(made.late)
-        begun = Links.of(late, source=new[late + made.before], target=new[:late], kind=LinkKind.HANDOFF)
+        late = len(loader.late)
+        begun = Links.of(late, source=new[late + loader.before], target=new[:late], kind=LinkKind.HANDOFF)
         calls = np.full(len(log.rows), NONE, np.int64)
         is_call = np.concatenate(places) == _CALL
         calls[np.concatenate(rows)[is_call]] = new[is_call]
@@ -513,26 +513,37 @@ class _LateBatches(NamedTuple):
     """What the workers of a loader make, in processes of their own, while the program waits for it: from one batch
     that it takes to the next."""
 
+    spans: Spans
+    """The thread's, in which each batch that is late is waited for in one span."""
+    kept: Ints
+    """Which of its spans these were."""
     batches: Spans
     late: Ints
-    """In which of the thread's spans each is waited for."""
+    """In which span each is waited for."""
     before: Ints
-    """At the end of which of them it is begun."""
+    """At the end of which it is begun."""
 
     @classmethod
     def of(cls, spans: Spans, taking: Ints, lane: int) -> _LateBatches:
-        """`taking`: in which spans the thread takes a batch."""
+        """`taking`: in which spans the thread takes a batch. Those that touch take the same one."""
         taking = taking[np.argsort(spans.start[taking], kind="stable")]
-        late, before = taking[1:], taking[:-1]
-        kept = (spans.kind[late] == Kind.WORK) & (spans.end[late] - spans.start[late] > LONGEST_HANDOVER)
-        late, before = late[kept], before[kept]
-        times = {"start": spans.end[before], "end": spans.end[late]}
-        return cls(Spans.of(len(late), lane=lane, kind=Kind.WORK, name=spans.name[late], **times), late, before)
-
-    def waited_for(self, spans: Spans) -> Spans:
-        kind, awaits = spans.kind.copy(), spans.awaits.copy()
-        kind[self.late], awaits[self.late] = Kind.SYNC, self.batches.lane
-        return spans.change(kind=kind, awaits=awaits)
+        opens = np.append(True, spans.start[taking[1:]] != spans.end[taking[:-1]])[: len(taking)]
+        firsts = np.flatnonzero(opens)
+        first, last = taking[firsts], taking[np.append(firsts[1:], len(taking))[: len(firsts)] - 1]
+        works = np.logical_and.reduceat(spans.kind[taking] == Kind.WORK, firsts) if len(firsts) else opens
+        begins, ends = spans.start[first], spans.end[last]
+        is_late = works & (ends - begins > LONGEST_HANDOVER) & (np.arange(len(first)) > 0)
+        joined = taking[~opens & is_late[np.cumsum(opens) - 1]]
+        kept = np.setdiff1d(np.arange(len(spans)), joined)
+        kind, awaits, end = spans.kind.copy(), spans.awaits.copy(), spans.end.copy()
+        late, at = first[is_late], np.flatnonzero(is_late)
+        kind[late], awaits[late], end[late] = Kind.SYNC, lane, ends[at]
+        batches = Spans.of(
+            len(late), lane=lane, kind=Kind.WORK, name=spans.name[late], start=ends[at - 1], end=ends[at]
+        )
+        waited = spans.change(kind=kind, awaits=awaits, end=end).take(kept)
+        before = np.where(is_late, first, last)[at - 1]
+        return cls(waited, kept, batches, np.searchsorted(kept, late), np.searchsorted(kept, before))
 
 
 def _is_waited_for(log: DriverLog, kinds: np.ndarray[Any, Any]) -> Mask:

@@ -25,7 +25,7 @@ from keepbusy.log.log_timeline import HostSide, LogTimeline
 from keepbusy.log.memory_history import memory_use
 from keepbusy.log.profiler_window import CallOperators, learn_from_windows
 from keepbusy.log.program_log import FACTS, LOOKS
-from keepbusy.log.rebuild import RebuiltRun, how_close, rebuild
+from keepbusy.log.rebuild import RebuiltRun, RebuiltWait, how_close, rebuild
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import STEP_MARKS
@@ -37,9 +37,10 @@ from keepbusy.timeline.steps import without_first_steps
 _LETS_GO, _FEWEST = 2, 4
 """Iterations after a window that are slow, in this rank or in those that wait for it; and how many there are to be
 beside those."""
-_MOMENTS = ("opens", "clock", "closes", "closed")
-"""Of a window of the profiler, by the clock of the log: it holds the program up from the first to the second, and from
-the third to the fourth."""
+WINDOW_TIMES = ("opens", "clock", "closes", "closed")
+"""Of a window of the profiler, by the clock of the log."""
+_LOOKS_ON, _HOLDS_UP = [("opens", "closed")], [("opens", "clock"), ("closes", "closed")]
+"""From when to when: it slows the program down, and it holds it up."""
 _LATER = "What the program did after its log had ended is not in this report"
 _LEAST_KNOWN, _MOST_KNOWN = 0.5, 0.95
 """Of commands whose durations are known: with fewer, nothing is said of the GPU; with more, not how many."""
@@ -83,7 +84,7 @@ def read_processes(folder: Path) -> list[LoggedProcess]:
             if known is None or len(process.log.rows) > len(known.log.rows):
                 found[process.rank] = process
     processes = [found[rank] for rank in sorted(found)]
-    if len(processes) > 1:
+    if len(processes) > 1 and len({one.facts.get("device") for one in processes}) == 1:
         shared = shared_by_ranks([one.log for one in processes], [one.times for one in processes])
         return [replace(one, times=times) for one, times in zip(processes, shared, strict=True)]
     return processes
@@ -117,7 +118,7 @@ def _without_own_thread(log: DriverLog, thread: int) -> DriverLog:
 
 def _in_recorded_time(facts: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
     windows = [
-        window | {name: left_out.recorded_at(window[name]) for name in _MOMENTS if name in window}
+        window | {name: left_out.recorded_at(window[name]) for name in WINDOW_TIMES if name in window}
         for window in facts.get("windows", ())
     ]
     ended = left_out.recorded_at(facts["ended"]) if facts.get("ended") else 0
@@ -140,13 +141,15 @@ def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Ti
     logs, times = [one.log for one in processes], [one.times for one in processes]
     clocks = [one.clock_behind for one in processes]
     runs = rebuild_ranks(logs, times, clocks) if len(processes) > 1 else [rebuild(logs[0], times[0])]
-    timelines = [_timeline(one, run, source) for one, run in zip(processes, runs, strict=True)]
+    alone = [_timeline(one, run, source) for one, run in zip(processes, runs, strict=True)]
+    timelines = _without_windows(alone, processes)
     whole = merge(timelines) if len(timelines) > 1 else timelines[0]
     if min(run.known for run in runs) < _LEAST_KNOWN:  # when the GPU was idle would be a guess
         tree = whole.facts.run and _without_gpu(whole.facts.run)
         whole = Timeline(whole.lanes[:1], (), Spans.of(0), facts=replace(whole.facts, run=tree))
     notes = _how_it_closes(processes, runs), *_complaints(processes)
-    return whole.change_facts(notes=notes, rebuilt_within=_rebuilt_within(runs), sources=())
+    waits = [wait for each in zip(processes, runs, strict=True) for wait in _waits_for_kernels(*each)]
+    return whole.change_facts(notes=notes, rebuilt_within=_off_by(waits), sources=())
 
 
 def _without_gpu(part: Part) -> Part:
@@ -193,31 +196,33 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     timeline = loops.told(
         timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames, unrecorded=unrecorded
     )
-    timeline = timeline.change(memory=memory_use(process.folder, began, process.left_out))
+    return timeline.change(memory=memory_use(process.folder, began, process.left_out))
+
+
+def _without_windows(timelines: Sequence[Timeline], processes: Sequence[LoggedProcess]) -> list[Timeline]:
+    """Iterations in which the profiler looked on, in any rank, are slower than others: they are left out, as are those
+    of which a part was not recorded. If hardly any others are left, only those in which it began or ended."""
+    fewest = min(len(one.marks) for one in timelines)
+    for which in (_LOOKS_ON, _HOLDS_UP):
+        slowed = [_slowed(*each, which) for each in zip(timelines, processes, strict=True)]
+        if fewest - len(set[int]().union(*slowed)) >= _FEWEST:
+            return [one.change_facts(beside=tuple(sorted(its))) for one, its in zip(timelines, slowed, strict=True)]
+    return [*timelines]
+
+
+def _slowed(timeline: Timeline, process: LoggedProcess, which: Sequence[tuple[str, str]]) -> set[int]:
+    """Iterations of this rank, from a little before such a part of a window to a little after it."""
+    began = int(process.facts.get("began", 0)) or int(process.log.begin[0])
+    starts = timeline.spans.start[timeline.marks]
+    end = began + int(timeline.spans.end.max(initial=0))
     cuts = process.left_out.recorded(process.left_out.begins).tolist()
-    left_out = [dict.fromkeys(_MOMENTS, cut) for cut in cuts]
-    return _without_windows(timeline, [*facts.get("windows", ()), *left_out], began)
-
-
-def _without_windows(timeline: Timeline, windows: Sequence[dict[str, int]], began: int) -> Timeline:
-    """Iterations in which the profiler looked on are slower than others: they are left out, as are those of which a
-    part was not recorded. If hardly any others are left, only those in which it began or ended."""
-    marks = timeline.marks_of(timeline.ranks[0])
-    starts = timeline.spans.start[marks]
-    opens, clock, closed = (
-        np.array([window.get(name, 0) for window in windows], np.int64) for name in ("opens", "clock", "closed")
-    )
-    closes = np.array([window.get("closes", window.get("closed", 0)) for window in windows], np.int64)
-    looked_on = np.stack([opens, closed])
-    held_up = np.stack([np.append(opens, closes), np.append(clock, closed)])
-    for moments in (looked_on, held_up):
-        slowed = {*timeline.facts.beside}
-        for first, last in np.searchsorted(starts, moments - began).T.tolist():
-            slowed |= {*range(max(0, first - 1), last + _LETS_GO)}
-        slowed &= {*range(len(marks))}
-        if len(marks) - len(slowed) >= _FEWEST:
-            return timeline.change_facts(beside=tuple(sorted(slowed)))
-    return timeline
+    slowed = {*timeline.facts.beside}
+    for window in [*process.facts.get("windows", ()), *(dict.fromkeys(WINDOW_TIMES, cut) for cut in cuts)]:
+        times = {"closed": end, "closes": window.get("closed", end)} | window  # a killed process has not closed it
+        for first, last in which:
+            part = np.searchsorted(starts, (times[first] - began, times[last] - began)).tolist()
+            slowed |= {*range(max(0, part[0] - 1), part[1] + _LETS_GO)}
+    return slowed & {*range(len(starts))}
 
 
 def _looks(folder: Path) -> tuple[Ints, Sequence[tuple[StackFrame, ...]]]:
@@ -255,10 +260,16 @@ def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:
     return ()
 
 
-def _rebuilt_within(runs: Sequence[RebuiltRun]) -> float:
-    """By what share waits were predicted wrong; 0 where there are too few long ones to tell."""
-    errors, _, share = how_close([wait for run in runs for wait in run.waits])
+def _off_by(waits: Sequence[RebuiltWait]) -> float:
+    """By what share of each they were predicted wrong; 0 where there are too few long ones to tell."""
+    errors, _, share = how_close(waits)
     return float(np.median(errors)) if len(errors) >= _TELLING and share >= 0.5 else 0.0
+
+
+def _waits_for_kernels(process: LoggedProcess, run: RebuiltRun) -> list[RebuiltWait]:
+    """But for copies, which differ from one to the next."""
+    kinds = process.log.kinds()
+    return [wait for wait in run.waits if not kinds[wait.row].startswith("copy")]
 
 
 def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
@@ -267,7 +278,7 @@ def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun
     known = float(np.mean([run.known for run in runs]))
     took = sum(map(_lasted, processes))
     cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
-    if within := _rebuilt_within(runs):
+    if within := _off_by([wait for run in runs for wait in run.waits]):
         closes = f"rebuilt within {100 * within:.1f}% of {len(errors):,} real waits"
     else:
         closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if len(apart) else ""

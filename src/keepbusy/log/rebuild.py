@@ -309,21 +309,25 @@ class _Rebuilding:
             calls.append(took)
 
     def _copy_and_wait(self, row: int, stream: _StreamState, number: int, size: int) -> None:
-        """How long it takes depends on the host's memory, so what a wait differs from its prediction is the copy's: of
-        how fast kernels are it tells only if they must have ended sooner. The next one takes what its like took."""
+        """The next copy takes what those like it took. How long a large one takes depends on the host's memory: what it
+        took longer than predicted is its own time, and says nothing about kernels. Of a small one, so does what it took
+        when the GPU was idle before it."""
         begin, took = int(self._log.begin[row]), int(self._log.took[row])
         alike = self._copies[int(self._log.rows["call"][row]), size]
         shortest = min([self._durations[number], *alike])
         if alike:
             self._durations[number] = float(np.median(alike[-_LATEST:]))
+        is_alone = stream.busy_until <= begin
         self._issue(stream, range(number, number + 1), begin)
-        really = begin + took - self._times.back
-        took_itself = max(shortest, really - self._begins[number])
+        really = max(float(begin), begin + took - self._times.back)
         self._run.waits.append(RebuiltWait(row, begin, begin + took, self._ends[number] + self._times.back))
-        alike.append(took_itself)
-        self._ends[number] = stream.busy_until = self._begins[number] + took_itself
-        telling = math.inf if took_itself > shortest else LONG_WAIT
-        self._correct(self._event_of(stream), max(float(begin), really), telling)
+        longer = really > self._begins[number] + shortest
+        if is_alone or size > STAGED_BYTES:
+            took_itself = max(shortest, really - self._begins[number])
+            alike.append(took_itself)
+            self._ends[number] = stream.busy_until = self._begins[number] + took_itself
+        is_known = is_alone or (size > STAGED_BYTES and longer)
+        self._correct(self._event_of(stream), really, math.inf if is_known else LONG_WAIT)
 
     def _copy_through_host(self, stream: _StreamState, ended: int) -> None:
         """The driver carries it piece by piece, and the call comes back with the last one: when is known."""
