@@ -103,9 +103,9 @@ class KernelWindows:
         self.thread = self.thread or threading.get_native_id()
         wait = self._every
         if self._profiler is None:
-            began = time.thread_time_ns()
+            used_before = time.thread_time_ns()
             self._look_for_unknown(now)
-            wait = max(self._every, _TIMES_ITS_COST * (time.thread_time_ns() - began))
+            wait = max(self._every, _TIMES_ITS_COST * (time.thread_time_ns() - used_before))
         else:
             self._since_opened.append(self._new_rows())
             if self._has_seen_enough(now):
