@@ -168,7 +168,7 @@ LINES = {
     "timeline": 3106,
     "traces": 2420,
     "instrument": 3722,
-    "log": 3329,
+    "log": 3315,
     "virtual": 9265,
     "explain": 4792,
     "report": 3332,

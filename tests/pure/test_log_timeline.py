@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -18,11 +19,12 @@ from keepbusy.instrument.loop_tree import read_source
 from keepbusy.instrument.run_loops import RunLoops
 from keepbusy.log.host_frames import Visits, frames_of
 from keepbusy.log.joined_ranks import rebuild_ranks
+from keepbusy.log.kernel_times import KernelTimes
 from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, StackFrame
-from keepbusy.log.log_timeline import HostSide, LogTimeline, timeline_of_log
+from keepbusy.log.log_timeline import HostSide, LogTimeline
 from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators
 from keepbusy.log.program_log import BACKWARD_PASS
-from keepbusy.log.rebuild import rebuild
+from keepbusy.log.rebuild import RebuiltRun, rebuild
 from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS
 from keepbusy.timeline.model import EVERY_LANE, NONE, PENDING_LIMIT, WORKERS, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.ranks import merge
@@ -31,6 +33,20 @@ from keepbusy.timeline.run_facts import LOOP, RunFacts
 
 TORCH = getattr(find_spec("torch"), "origin", None) or ""
 """Nothing where it is not installed."""
+
+
+def timeline_of_log(
+    log: DriverLog,
+    run: RebuiltRun,
+    times: KernelTimes,
+    begins: Iterable[int] = (),
+    rank: int = 0,
+    host: HostSide | None = None,
+    **facts: object,
+) -> Timeline:
+    """`begins`: when iterations began, on the log's clock."""
+    about = RunFacts(**facts)  # type: ignore[arg-type]
+    return LogTimeline(log, run, times, rank, about, host or HostSide()).timeline(np.array([*begins], np.int64))
 
 
 def timeline(written: HandwrittenLog, begins: tuple[float, ...] = ()) -> Timeline:

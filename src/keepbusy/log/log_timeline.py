@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
@@ -88,20 +88,6 @@ class HostSide:
     look_chains: Sequence[tuple[StackFrame, ...]] = ()
     """Of each look, where the program was, from the outside in."""
     codes: CodeObjects = field(default_factory=lambda: CodeObjects(lambda _: ""))
-
-
-def timeline_of_log(
-    log: DriverLog,
-    run: RebuiltRun,
-    times: KernelTimes,
-    begins: Iterable[int] = (),
-    rank: int = 0,
-    host: HostSide | None = None,
-    **facts: object,
-) -> Timeline:
-    """`begins`: when iterations began, on the log's clock."""
-    about = RunFacts(**facts)  # type: ignore[arg-type]
-    return LogTimeline(log, run, times, rank, about, host or HostSide()).timeline(np.array([*begins], np.int64))
 
 
 @dataclass
