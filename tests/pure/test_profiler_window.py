@@ -83,9 +83,7 @@ def test_the_same_call_is_made_in_the_same_operators_all_along(tmp_path: Path) -
     assert [(one.name, one.begin, one.end) for one in between] == [("aten::randn", 3 / 40, 15 / 40)]
 
 
-def test_a_kernel_is_launched_in_the_same_operators_with_a_grid_that_no_window_had(
-    tmp_path: Path,
-) -> None:
+def test_a_kernel_is_launched_in_the_same_operators_with_a_grid_that_no_window_had(tmp_path: Path) -> None:
     log = written_log(10)
     _, operators = learned(log, window(log, 9, 21), tmp_path)
     known, other = keys_of(log)[1], len(log.calls) + 1

@@ -169,10 +169,10 @@ class Scene:
         return best[self.timeline.spans.frame]
 
     @cached_property
-    def chosen_before(self) -> Ints:
-        """Of each wait of a backward pass for what a mask chooses, the row in the same step at which the forward pass
-        chose that, or NONE. Backward waits pair with forward rows in reverse order."""
-        timeline, result = self.timeline, np.full(len(self.timeline), NONE, np.int64)
+    def shown_at(self) -> Ints:
+        """Of each row, itself. A wait of a backward pass for what a mask chooses is shown where the forward pass of the
+        same step used the mask: backward waits pair with forward rows in reverse order."""
+        timeline, result = self.timeline, np.arange(len(self.timeline))
         waits = np.flatnonzero(self.is_sync & self.within(Role.CHOOSES))
         in_backward = self.within(Role.BACKWARD)[waits]
         for rank in timeline.ranks:

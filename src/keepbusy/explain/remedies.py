@@ -192,7 +192,7 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["scaler"]
     if (seen.scene.library_role[seen.rows] & Role.VALIDATES).any():
         return PARTICULAR["unchecked"]
-    rows = np.where(seen.scene.chosen_before[seen.rows] == NONE, seen.rows, seen.scene.chosen_before[seen.rows])
+    rows = seen.scene.shown_at[seen.rows]
     in_library = np.isin(seen.scene.caller[rows], (Owner.LIBRARY, Owner.TORCH))
     if seen.where.file and 2 * np.count_nonzero(in_library) > len(rows):
         if seen.scene.within(Role.PRINTS)[rows[in_library]].any():
@@ -553,7 +553,7 @@ def by_place(scene: Scene, rows: Ints, cause: str = "") -> dict[Where, Ints]:
     spans, within = scene.timeline.spans, np.full(len(rows), NONE)
     if cause in ("peer_late", "host_work"):
         within = (scene.frame_of_one_rank if cause == "peer_late" else scene.needs_read)[rows]
-    shown = np.where(scene.chosen_before[rows] == NONE, rows, scene.chosen_before[rows])
+    shown = scene.shown_at[rows]
     frame = np.where(within == NONE, spans.frame[shown], within)
     path = np.where(frame == NONE, spans.name[shown], scene.path[np.maximum(frame, 0)] if len(scene.path) else 0)
     _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)

@@ -309,9 +309,9 @@ class _Rebuilding:
             calls.append(took)
 
     def _copy_and_wait(self, row: int, stream: _StreamState, number: int, size: int) -> None:
-        """The next copy takes what those like it took. How long a large one takes depends on the host's memory: what it
-        took longer than predicted is its own time, and says nothing about kernels. Of a small one, so does what it took
-        when the GPU was idle before it."""
+        """It is predicted to take as long as those like it took. A large copy depends on the host's memory: what it
+        took longer than predicted is its own time, and says nothing about kernels. A small one counts only if the GPU
+        was idle before it."""
         begin, took = int(self._log.begin[row]), int(self._log.took[row])
         alike = self._copies[int(self._log.rows["call"][row]), size]
         shortest = min([self._durations[number], *alike])
