@@ -327,3 +327,39 @@ def test_calls_of_one_kind_are_told_from_others_by_their_pattern() -> None:
     assert [pattern.tensors_of(other) for other in others] == [None] * len(others)
     pair = namedtuple("Pair", "x y")(torch.ones(2), 1)
     assert CallPattern(StepCall((pair,), {})).tensors_of(((pair,), {})) is None  # taken apart every time
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.scale, self.moment = net(), 1.0, torch.ones(4, device="cuda")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    @staticmethod
+    def step(trainer, weights, settings, x, y):
+        trainer.optimizer.zero_grad()
+        loss = (trainer.model(x) * trainer.scale * trainer.moment)[:, settings["column"]].mean() + y.sum() * 0
+        loss = loss + weights.square().sum()
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.moment.add_(0.5)
+        return loss
+
+
+def test_objects_among_the_arguments_are_bound() -> None:
+    """A trainer, a weight, settings: what a method or the function of an epoch hands to a step that it calls."""
+
+    def run(wrap):
+        step = wrap(Trainer.step)
+        found = []
+        weights, settings = torch.nn.Parameter(torch.ones(3, device="cuda")), {"column": 1}
+        for trainer in (Trainer(), Trainer()):
+            for number, (x, y) in enumerate(batches(16)):
+                trainer.scale = 1.0 if number < 10 else 2.0  # a number of the trainer's is watched
+                found.append(step(trainer, weights, settings, x, y=y))
+            found += [*trainer.model.parameters(), trainer.moment, weights.grad]
+        return [one.tolist() for one in found], step
+
+    (plain, _), (graphed, step) = run(lambda step: step), run(graph)
+    assert graphed == plain
+    assert step.replays > 16, step.report()
+    assert step.report().startswith("step: ")

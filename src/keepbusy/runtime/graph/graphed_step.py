@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
 from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, Uncapturable, capture_call
 from keepbusy.runtime.graph.host_state import HostChange, HostState, StateKey, changes_between, settings
 from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
@@ -153,7 +154,11 @@ class Rehearsal:
         return returned if self.finding else detached(returned)
 
     def _second_call(self, call: StepCall) -> Any:
-        self._names = StepNames(self._eager.step, self.participants.modules)
+        step = self._eager.step
+        if isinstance(step, BoundStep):
+            self._names = StepNames(step.__wrapped__, self.participants.modules, step.named())
+        else:
+            self._names = StepNames(step, self.participants.modules)
         self.host = HostState(self.participants, self._names)
         self.written = WrittenTensors(self.participants, self.host)
         before = self.host.read()
@@ -374,6 +379,8 @@ class Graphed(Generic[P, R]):
         self._name = getattr(step, "__name__", type(step).__name__)
         self._why = ""
         self._tally: Counter[str] = Counter()
+        self._bound: dict[Any, Graphed[..., Any]] = {}
+        """The step with each of the objects that it was given."""
         self._call: Callable[..., Any] = self._first
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
@@ -388,17 +395,35 @@ class Graphed(Generic[P, R]):
         """How its calls were run, and why not otherwise."""
         names = ("replayed", *["compared"] * bool(self._tally["compared"]), "captured", "eager")
         counts = ", ".join(f"{self._tally[name]} {name}" for name in names)
-        return f"{self._name}: {counts}" + (f"; {self._why}" if self._why else "")
+        why = next((one._why for one in (self, *self._bound.values()) if one._why), "")
+        return f"{self._name}: {counts}" + (f"; {why}" if why else "")
 
     def _first(self, *arguments: Any, **options: Any) -> Any:
         """Whether there is a GPU is asked when there is something to do."""
+        self._arguments = BoundArguments(arguments, options)
         if not torch.cuda.is_available():
             self._call = self._eager
+        elif self._arguments:
+            self._call = self._with_bound
         else:
             self._eager_stream = EagerStream(self._step)
             self._rehearsal = Rehearsal(self._eager_stream)
             self._call = self._rehearse
         return self._call(*arguments, **options)
+
+    def _with_bound(self, *arguments: Any, **options: Any) -> Any:
+        """With other objects it is another step."""
+        bound, inputs, rest = self._arguments.split(arguments, options)
+        key = identity(bound)
+        graphed = self._bound.get(key)
+        if graphed is None:
+            if len(self._bound) >= GRAPHS_PER_STEP:
+                self._bound.clear()
+                self._give_up("it is given other objects again and again; pass it tensors, and what stays the same")
+                return self._eager(*arguments, **options)
+            graphed = self._bound[key] = Graphed(self._arguments.bind(self._step, arguments, options))
+            graphed._tally = self._tally
+        return graphed(*inputs, **rest)
 
     def _eager(self, *arguments: Any, **options: Any) -> Any:
         self._tally["eager"] += 1

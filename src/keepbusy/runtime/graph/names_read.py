@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from keepbusy.runtime.graph.user_lines import is_users
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_CODE = (FunctionType, MethodType, ModuleType, type)
 
 
 def is_a(value: Any, *kinds: type) -> bool:
@@ -45,8 +46,11 @@ class CodeNames(NamedTuple):
 class StepNames:
     """Every name from outside that a step reads or writes, or a function of the user's that it names."""
 
-    def __init__(self, step: Callable[..., Any], modules: Iterable[torch.nn.Module] = ()) -> None:
-        """`modules`: those that it calls. Their forward passes are functions that it names."""
+    def __init__(
+        self, step: Callable[..., Any], modules: Iterable[torch.nn.Module] = (), bound: Mapping[str, Any] | None = None
+    ) -> None:
+        """`modules`: those that it calls. Their forward passes are functions that it names. `bound`: what it is given,
+        by the names of its parameters, and finds as it would find a closure's."""
         self.words: set[str] = set()
         """All attributes that its code names, and texts that it looks up."""
         self._found: dict[Any, NameRead] = {}
@@ -59,11 +63,11 @@ class StepNames:
             if function is None or key in self._functions:
                 continue
             if is_users(function.__code__.co_filename) or not self._functions:
+                self._read(function, owner, (bound or {}) if not self._functions else {})
                 self._functions[key] = owner
-                self._read(function, owner)
         self.reads = [*self._found.values()]
 
-    def _read(self, function: FunctionType, owner: Any) -> None:
+    def _read(self, function: FunctionType, owner: Any, bound: Mapping[str, Any]) -> None:
         names = names_in(function.__code__)
         self.words |= names.attributes | names.texts
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -79,6 +83,16 @@ class StepNames:
             for label in sorted(names.attributes)
             if label in held and not (is_a(owner, torch.nn.Module) and type(held[label]) in PLAIN)
         ]
+        for name, value in bound.items():
+            if is_a(value, torch.nn.Module, Optimizer, dict, list, tuple, *_CODE):
+                values.append(self._note(name, id(value), functools.partial(_itself, value)))
+                continue
+            self._ahead += _methods(value, names)  # of other objects only what the code names: they may hold anything
+            values += [
+                self._note(f"{name}.{label}", (id(value), label), functools.partial(getattr, value, label, None))
+                for label in sorted(names.attributes)
+                if label in attributes_of(value)
+            ]
         self._ahead += _methods(owner, names)
         for label, value in values:
             self._ahead.append(value)
@@ -134,6 +148,10 @@ def names_in(code: CodeType) -> CodeNames:
             attributes |= within.attributes
             texts |= within.texts
     return CodeNames(tuple(outer), frozenset(attributes), frozenset(texts))
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _content(cell: Any) -> Any:
