@@ -40,7 +40,7 @@ from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.run_facts import ran_nothing
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
+    from keepbusy.explain.diagnosis import CapturedLines, Diagnosis, PlannedFix, Where
     from keepbusy.fix.source.proof import RunResults
 
 EXAMPLES = """\
@@ -117,10 +117,12 @@ class Attempt(NamedTuple):
 
     planned: PlannedFix
     way: str
+    loops: tuple[str, ...]
+    """Those whose iterations are explained."""
 
     def on_top_of(self, held: dict[str, str]) -> dict[str, str]:
         """The sources that hold, with this one."""
-        return held | _edited(self.planned, self.way, held)
+        return held | _edited(self.planned, self.way, held, self.loops)
 
 
 class FixSearch:
@@ -136,7 +138,8 @@ class FixSearch:
         """The sources with all fixes that hold."""
         self._vain: list[dict[str, str]] = []
         self._told: list[PlannedFix] = []  # of which it was said what came of them, not only of another in their place
-        attempts = [Attempt(planned, way) for planned in own.diagnosis.plan for way in ways_of(planned.fix)]
+        loops = own.diagnosis.loop, *(one.loop for one in own.diagnosis.plan if one.loop)
+        attempts = [Attempt(planned, way, loops) for planned in own.diagnosis.plan for way in ways_of(planned.fix)]
         self._left = sorted(attempts, key=lambda one: one.way != one.planned.fix and 1 + one.planned.is_beside_steps)
 
     def go(self) -> None:
@@ -167,7 +170,7 @@ class FixSearch:
             named = [f"  {words.fix(one.way)} at {_listed(one.planned.where)}{_foretold(one)}\n" for one in rest]
             print_parts([f"\nnot tried, since {why}:\n", *named])
         for planned in self._own.diagnosis.plan:
-            if planned in self._told or Attempt(planned, planned.fix) in rest:
+            if planned in self._told or any(one[:2] == (planned, planned.fix) for one in rest):
                 continue
             why = ", since keepbusy cannot change these lines itself" if edit_of(planned.fix) else ""
             print_parts([_told(planned.fix, planned.where, f"by hand{why}: {planned.code or planned.advice}")])
@@ -186,7 +189,7 @@ class FixSearch:
     def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
         from keepbusy.fix.source.source_edits import where_results_differ
 
-        planned, way = attempt
+        planned, way, loops = attempt
         where = _changed_at(self.held, candidate) or planned.where
         try:
             now = self._runs.tried(candidate, what)
@@ -196,7 +199,7 @@ class FixSearch:
             self._vain.append(candidate)
             other = where_results_differ(way) if isinstance(error, DifferentResults) else ""
             if other:
-                self._left.insert(1, Attempt(planned, other))
+                self._left.insert(1, Attempt(planned, other, loops))
         else:
             self.held, self._last = candidate, now
         if way == planned.fix:
@@ -334,23 +337,44 @@ def _wait(child: subprocess.Popen[bytes], what: str, about: str) -> None:
             sys.stderr.write("\r\x1b[K")
 
 
-def _edited(planned: PlannedFix, way: str, held: dict[str, str]) -> dict[str, str]:
+def _edited(planned: PlannedFix, way: str, held: dict[str, str], loops: Sequence[str] = ()) -> dict[str, str]:
     """The files that this fix changes, on top of those that are changed already: the user's own, no library's."""
-    from keepbusy.fix.source.source_edits import edited, where_now
+    from keepbusy.fix.source.source_edits import edited, moved_lines
 
-    files: dict[str, list[int]] = {}
-    for where in planned.where:
-        if where.file.endswith(".py") and Path(where.file).is_file() and kind_of(where.file) == USER:
-            files.setdefault(where.file, []).append(where.line)
-    changed: dict[str, str | None] = {}
-    for file, lines in files.items():
+    changed: dict[str, str] = {}
+
+    def change(file: str, lines: Sequence[int], captured: CapturedLines | None = None) -> None:
+        if not file.endswith(".py") or not Path(file).is_file() or kind_of(file) != USER:
+            return
         try:
             own = _source(file)
         except UnicodeDecodeError:  # it names another encoding, as few do
-            continue
-        now = held.get(file, own)
-        changed[file] = edited(now, way, where_now(own, now, lines))
-    return {file: source for file, source in changed.items() if source is not None}
+            return
+        now = changed.get(file, held.get(file, own))
+        moved = moved_lines(own, now)
+        if captured is not None:
+            captured = captured._replace(
+                launching=tuple((moved[line], count) for line, count in captured.launching if line in moved),
+                staying=tuple(moved[line] for line in captured.staying if line in moved),
+            )
+        here = [
+            int(line) for at in loops for name, _, line in [at.rpartition(":")] if name == file and line.isdecimal()
+        ]
+        begins = [moved[line] for line in here if line in moved]
+        new = edited(now, way, [moved[line] for line in lines if line in moved], captured, begins)
+        if new is not None:
+            changed[file] = new
+
+    if way == "graph":
+        for captured in planned.captured:
+            change(captured.file, [], captured)
+        return changed
+    files: dict[str, list[int]] = {}
+    for where in planned.where:
+        files.setdefault(where.file, []).append(where.line)
+    for file, lines in files.items():
+        change(file, lines)
+    return changed
 
 
 def _source(file: str) -> str:
@@ -361,14 +385,14 @@ def _source(file: str) -> str:
 def _changed_at(held: dict[str, str], candidate: dict[str, str]) -> list[Where]:
     """The places where a candidate changes the sources that hold, as the user's files number their lines."""
     from keepbusy.explain.diagnosis import Where
-    from keepbusy.fix.source.source_edits import changed_lines, where_now
+    from keepbusy.fix.source.source_edits import changed_lines, moved_lines
 
     places = []
     for file in (one for one in candidate if candidate[one] != held.get(one)):
         own = _source(file)
         now = held.get(file, own)
-        lines = where_now(now, own, changed_lines(now, candidate[file]))
-        places += [Where(file=file, line=line) for line in lines]
+        moved = moved_lines(now, own)
+        places += [Where(file=file, line=moved[at]) for at in changed_lines(now, candidate[file]) if at in moved]
     return places
 
 
@@ -378,7 +402,7 @@ def _told(fix: str, where: Sequence[Where], what: str) -> str:
 
 def _foretold(attempt: Attempt) -> str:
     """What the plan says that it would gain; of another edit in its place that is unknown."""
-    planned, way = attempt
+    planned, way, _ = attempt
     if way != planned.fix:
         return f", instead of '{words.fix(planned.fix)}'"
     gain = planned.run_gain if planned.is_beside_steps else planned.gain

@@ -6,7 +6,7 @@ there has to stay: then the statements of the called function are looked at, and
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from keepbusy.explain.causes import Scene
-from keepbusy.timeline.frame_roles import Role
+from keepbusy.explain.diagnosis import CapturedLines
+from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Direction, Frames, Ints, Kind, Mask
 
 FEWEST_LAUNCHES = 8
@@ -34,6 +35,8 @@ class Capture(NamedTuple):
     """The host's rows for which a graph ends: what they do cannot be captured."""
     share: float
     """Of all launches."""
+    lines: tuple[CapturedLines, ...]
+    """The functions whose statements are captured, first the one that launches most."""
 
 
 def captured(scene: Scene, goes: Mask) -> Capture:
@@ -54,7 +57,40 @@ def captured(scene: Scene, goes: Mask) -> Capture:
     inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
     inside &= ~timeline.on_device & ~stays
     launched = np.append(inside, False)[scene.launch] & (scene.launch != NONE)
-    return Capture(inside | launched, inside & scene.is_sync, stays, len(held) / max(1, len(launches)))
+    return Capture(
+        inside | launched,
+        inside & scene.is_sync,
+        stays,
+        len(held) / max(1, len(launches)),
+        _lines(scene, statement[held], parted),
+    )
+
+
+def _lines(scene: Scene, captured: Ints, parted: Mask) -> tuple[CapturedLines, ...]:
+    """`captured`: of each launch the frame of its statement. `parted`: frames in which something stays. A line at which
+    something stays in few of the steps that reach it does not count: a short pause of the host."""
+    frames, names = scene.timeline.frames, scene.timeline.names
+    launching = defaultdict[tuple[str, str], Counter[int]](Counter)
+    staying = defaultdict[tuple[str, str], list[int]](list)
+    for frame, count in zip(*np.unique(captured[captured != NONE], return_counts=True), strict=True):
+        if at := source_line(names[frames.name[frame]]):
+            launching[at[0], at[2]][at[1]] += int(count)
+    marks = scene.timeline.spans.start[scene.timeline.marks_of(scene.timeline.ranks[0])]
+    step = np.searchsorted(marks, frames.start, side="right")
+    reached, stayed = ({*zip(frames.name[one], step[one], strict=True)} for one in (np.arange(len(frames)), parted))
+    steps_reached, steps_stayed = (Counter(int(name) for name, _ in one) for one in (reached, stayed))
+    for name, count in steps_stayed.items():
+        at = source_line(names[name])
+        if at and 2 * count > steps_reached[name]:
+            staying[at[0], at[2]].append(at[1])
+    return tuple(
+        CapturedLines(
+            *place,
+            tuple((line, -(-count // scene.steps)) for line, count in sorted(lines.items())),
+            tuple(sorted(staying[place])),
+        )
+        for place, lines in sorted(launching.items(), key=lambda one: -one[1].total())
+    )
 
 
 def _stays(scene: Scene, goes: Mask, reads: Mask) -> Mask:

@@ -71,6 +71,16 @@ class Where:
         return self.around or self.operator or "unknown place"
 
 
+class CapturedLines(NamedTuple):
+    """What graphs hold of one function: its lines that launch into them, and those at which something has to stay."""
+
+    file: str
+    function: str
+    launching: tuple[tuple[int, int], ...]
+    """Lines, and how many launches of each a step's graphs hold."""
+    staying: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Site:
     """One place, how often a step it is met, and the wait it is to blame for."""
@@ -221,6 +231,7 @@ class PlannedFix:
     reason: str = ""  # a sentence with its figures, where only the plan tells why
     loop: str = ""  # of another loop than that of the steps: where it stands
     late: tuple[LateRank, ...] = ()  # the ranks that the others wait for
+    captured: tuple[CapturedLines, ...] = ()  # of a graph: what it holds, first the function that launches most
 
     @property
     def named(self) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 
 from keepbusy.explain.capture import frames_around, outwards
 from keepbusy.explain.causes import USUAL_BANDWIDTH, Draft, Finding, Scene, without_messages
-from keepbusy.explain.diagnosis import Edit, PlannedFix, Prediction, Where, named
+from keepbusy.explain.diagnosis import CapturedLines, Edit, PlannedFix, Prediction, Where, named
 from keepbusy.explain.ledger import Forecast
 from keepbusy.explain.remedies import (
     PARTICULAR,
@@ -86,6 +86,7 @@ class Candidate:
     share: float = 1.0  # of what the edit gains, as much as is expected of the fix
     bounds: tuple[Edit, ...] = ()  # the same at best and at worst, where that is not only a matter of recording
     reason: str = ""
+    captured: tuple[CapturedLines, ...] = ()
 
     @property
     def named(self) -> str:
@@ -308,6 +309,7 @@ class Search:
             instead=tuple(self._instead(one, done)),
             edit=one.edit if one.share == 1 else None,
             reason=one.reason,
+            captured=one.captured,
         )
 
     def _instead(self, one: Candidate, done: Fixes) -> Iterator[str]:
@@ -380,16 +382,16 @@ def _all_or_nothing(scene: Scene, usual: Candidate) -> tuple[Edit, Edit]:
 def _as_graphs(scene: Scene, usual: Candidate) -> Candidate:
     """What graphs hold is launched at once; the rest is launched as before."""
     capture = capture_of(scene)
-    edit = usual.edit.only(capture.rows)
+    usual = replace(usual, edit=usual.edit.only(capture.rows), captured=capture.lines)
     if capture.share > MOST_OF_IT:
-        return replace(usual, edit=edit)
+        return usual
     reason = f"Graphs hold {capture.share:.0%} of the launches."
     places = by_place(scene, np.flatnonzero(capture.stays))
     if places:
         first, *others = sorted(places, key=lambda place: -len(places[place]))
         more = f" and {len(others)} other line{'s' if len(others) > 1 else ''} do" if others else " does"
         reason += f" What {first}{more} stays outside."
-    return replace(usual, edit=edit, reason=reason)
+    return replace(usual, reason=reason)
 
 
 SET_APART: dict[str, Callable[[Scene, Candidate], Candidate]] = {

@@ -395,7 +395,7 @@ class Graphed(Generic[P, R]):
         """How its calls were run, and why not otherwise."""
         names = ("replayed", *["compared"] * bool(self._tally["compared"]), "captured", "eager")
         counts = ", ".join(f"{self._tally[name]} {name}" for name in names)
-        why = next((one._why for one in (self, *self._bound.values()) if one._why), "")
+        why = next((one for one in (self._why, *(inner._why for inner in self._bound.values())) if one), "")
         return f"{self._name}: {counts}" + (f"; {why}" if why else "")
 
     def _first(self, *arguments: Any, **options: Any) -> Any:

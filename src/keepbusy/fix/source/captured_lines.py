@@ -1,0 +1,576 @@
+"""Statements that become a function of their own, which `keepbusy.graph` captures and replays.
+
+    for x, y in loader:                        @keepbusy.graph
+        x, y = x.cuda(), y.cuda()              def captured_train(optimizer, criterion, model, x, y):
+        optimizer.zero_grad()                      optimizer.zero_grad()
+        loss = criterion(model(x), y)              loss = criterion(model(x), y)
+        loss.backward()                            loss.backward()
+        total += loss.item()                       optimizer.step()
+        optimizer.step()                           return loss
+                                               ...
+                                               for x, y in loader:
+                                                   x, y = x.cuda(), y.cuda()
+                                                   loss = captured_train(optimizer, criterion, model, x, y)
+                                                   total += loss.item()
+
+Which lines launch into graphs, and at which something has to stay on the host, is known from a run (`explain.capture`).
+What stands between captured statements and has to stay moves in front of them or behind them where that changes
+nothing, and otherwise ends the graph: then there are several.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from keepbusy.explain.diagnosis import CapturedLines
+
+FEWEST_LAUNCHES = 8
+"""As many as `explain.capture` asks for."""
+_BLOCKS = ("body", "orelse", "finalbody")
+_LOOPS = (ast.For, ast.While)
+_HARMLESS = {
+    *("len", "range", "zip", "enumerate", "reversed", "isinstance", "hasattr", "getattr", "list", "tuple", "dict"),
+    *("int", "float", "bool", "min", "max", "train", "eval", "zero_grad", "requires_grad_", "set_grad_enabled"),
+    *("no_grad", "enable_grad", "autocast", "parameters", "named_parameters", "children", "modules", "buffers"),
+    *("items", "keys", "values", "size", "dim", "numel", "detach", "view", "reshape", "view_as", "expand", "expand_as"),
+    *("unsqueeze", "squeeze", "transpose", "permute", "flatten", "chunk", "split", "unbind", "narrow", "select"),
+    *("to", "cuda", "data_ptr", "contiguous", "type", "get_device", "is_floating_point"),
+}
+"""Functions and methods without any effect that a replay would have to repeat, as long as they launch nothing."""
+_SETS_UP = {"train", "eval", "zero_grad", "parameters"}
+_LOOKS_AT_ITSELF = {"super", "locals", "globals", "vars", "eval", "exec", "__class__"}
+
+
+class Statement(NamedTuple):
+    """A line's statement, or the statements that share a line."""
+
+    nodes: tuple[ast.stmt, ...]
+
+    @property
+    def first(self) -> int:
+        return self.nodes[0].lineno
+
+    @property
+    def last(self) -> int:
+        return max(node.end_lineno or node.lineno for node in self.nodes)
+
+    def has(self, lines: Iterable[int]) -> bool:
+        return any(self.first <= line <= self.last for line in lines)
+
+
+@dataclass
+class Region:
+    """Statements of one block, one after the other, that are captured; and those between them that move."""
+
+    captured: list[Statement]
+    before: list[Statement] = field(default_factory=list)
+    after: list[Statement] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    name: str = ""
+
+    @property
+    def lines(self) -> set[int]:
+        return {one.first for one in (*self.captured, *self.before, *self.after)}
+
+
+def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> cst.Module | None:
+    """The source with these lines captured. `loops`: lines at which loops begin whose iterations are captured one by
+    one. None if there is nothing that can be captured."""
+    try:
+        tree = ast.parse(wrapper.module.code)
+    except (SyntaxError, ValueError):
+        return None
+    function = _function_at(tree, lines)
+    if function is None:
+        return None
+    regions = sorted(function.regions(lines, loops), key=lambda one: one.captured[0].first)
+    if not regions:
+        return None
+    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    taken |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for region in regions:
+        base = name = f"captured_{getattr(function.node, 'name', 'step').strip('_')}"
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        taken.add(name)
+        region.name = name
+    return wrapper.visit(_Lift(regions))
+
+
+def _names_itself(node: ast.AST) -> bool:
+    """What moves to another function would mean something else there."""
+    if isinstance(node, ast.Attribute):
+        return node.attr.startswith("__") and not node.attr.endswith("__")
+    return isinstance(node, ast.Name) and node.id in _LOOKS_AT_ITSELF
+
+
+def _function_at(tree: ast.Module, lines: CapturedLines) -> _Function | None:
+    """The innermost function around the first line; the module itself for lines that stand in none."""
+    line, around = lines.launching[0][0], list[ast.FunctionDef]()
+    for node in ast.walk(tree):  # outer ones come first
+        match node:
+            case ast.FunctionDef() if node.lineno < line <= (node.end_lineno or 0):
+                around.append(node)
+            case ast.AsyncFunctionDef() | ast.Lambda() if node.lineno <= line <= (node.end_lineno or 0):
+                return None
+    if not around:
+        return _Function(tree, [tree])
+    return _Function(around[-1], [tree, *around[:-1]])
+
+
+class _Uses:
+    """Names that code reads and stores, attributes among them: `self.rate`."""
+
+    def __init__(self, nodes: Iterable[ast.AST]) -> None:
+        self.loads: dict[str, None] = {}
+        self.stores: dict[str, None] = {}
+        self.called: set[str] = set()
+        self.attributes: set[str] = set()
+        """The first names of attributes and items that are stored."""
+        self.written: set[str] = set()
+        """The first names of what a method such as `add_` writes to."""
+        for node in nodes:
+            self._visit(node, frozenset())
+
+    def _visit(self, node: ast.AST, bound: Set[str]) -> None:
+        match node:
+            case ast.Name(id=name):
+                if name in bound:
+                    return
+                if not isinstance(node.ctx, ast.Load):
+                    self.stores[name] = None
+                else:
+                    self.loads[name] = None
+            case ast.Attribute() | ast.Subscript():
+                if not isinstance(node.ctx, ast.Load):
+                    self.attributes.add(_base(node))
+                self._visit_parts(node, bound)
+            case ast.AugAssign(target=ast.Name(id=name)):
+                self.loads[name] = self.stores[name] = None
+                self._visit(node.value, bound)
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                inner = {
+                    one.id for part in node.generators for one in ast.walk(part.target) if isinstance(one, ast.Name)
+                }
+                self._visit_parts(node, bound | inner)
+            case ast.Lambda(args=args):
+                inner = {one.arg for one in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
+                self._visit(node.body, bound | inner)
+            case ast.Call(func=func):
+                self.called.add(func.attr if isinstance(func, ast.Attribute) else _base(func))
+                if isinstance(func, ast.Attribute) and func.attr.endswith("_"):
+                    self.written.add(_base(func))
+                self._visit_parts(node, bound)
+            case _:
+                self._visit_parts(node, bound)
+
+    def _visit_parts(self, node: ast.AST, bound: Set[str]) -> None:
+        for part in ast.iter_child_nodes(node):
+            self._visit(part, bound)
+
+
+def _free_names(function: ast.AST) -> set[str]:
+    """Names that it reads of the code around it."""
+    parts = [*ast.walk(function)]
+    given = {one.arg for one in parts if isinstance(one, ast.arg)}
+    shared = {name for one in parts if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    uses = _Uses([function])
+    return {*uses.loads} - given - ({*uses.stores} - shared)
+
+
+def _base(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call | ast.Starred):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+class _Flow:
+    """What statements need from before, and what they store, in the order in which they run."""
+
+    def __init__(self, nodes: Iterable[ast.stmt], defined: Iterable[str] = ()) -> None:
+        self.needed: dict[str, None] = {}
+        self.stored: dict[str, None] = {}
+        self.defined = set(defined)
+        """Names that are stored in any case."""
+        self._go(nodes)
+
+    def _go(self, nodes: Iterable[ast.stmt]) -> None:
+        for node in nodes:
+            match node:
+                case ast.If(test=test, body=body, orelse=orelse):
+                    self._read([test])
+                    before = set(self.defined)
+                    self._go(body)
+                    after, self.defined = self.defined, before
+                    self._go(orelse)
+                    self.defined &= after
+                case ast.For(target=target, iter=iterated, body=body, orelse=orelse):
+                    self._read([iterated])
+                    before = set(self.defined)
+                    self._write(_Uses([target]).stores)
+                    self._read([target])
+                    self._go(body)
+                    self.defined = before
+                    self._go(orelse)
+                    self.defined = before
+                case ast.With(items=items, body=body):
+                    self._read([item.context_expr for item in items])
+                    self._write(_Uses([item.optional_vars for item in items if item.optional_vars]).stores)
+                    self._go(body)
+                case ast.While() | ast.Try() | ast.Match() | ast.FunctionDef() | ast.ClassDef():
+                    before = set(self.defined)
+                    self._read([node])
+                    self.stored |= _Uses([node]).stores
+                    self.defined = before
+                case _:
+                    self._read([node])
+                    self._write(_Uses([node]).stores)
+
+    def _read(self, nodes: Iterable[ast.AST]) -> None:
+        self.needed |= {name: None for name in _Uses(nodes).loads if name not in self.defined}
+
+    def _write(self, names: Iterable[str]) -> None:
+        self.stored |= dict.fromkeys(names)
+        self.defined |= set(names)
+
+
+class _Function:
+    """A function, or the module itself, and the statements in it that graphs can hold."""
+
+    def __init__(self, node: ast.Module | ast.FunctionDef, around: Sequence[ast.AST]) -> None:
+        self.node, self._around = node, around
+        self.own = [one for part in ast.iter_child_nodes(node) for one in _own_nodes(part)]
+        self._counters = {name for one in self.own for name in _counts(one)}
+        self._parameters = [*self._locals_of(node, [])]
+        self._local = self._locals_of(node, self.own)
+        imports = [one for one in ast.walk(around[0]) if isinstance(one, ast.Import | ast.ImportFrom)]
+        self._imported = {(name.asname or name.name).partition(".")[0] for one in imports for name in one.names}
+
+    @staticmethod
+    def _locals_of(node: ast.AST, own: Iterable[ast.AST]) -> set[str]:
+        if not isinstance(node, ast.FunctionDef):
+            return set()
+        known = node.args
+        given = [*known.posonlyargs, *known.args, *known.kwonlyargs, known.vararg, known.kwarg]
+        names = {one.arg for one in given if one is not None}
+        names |= {one.id for one in own if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+        return names - {name for one in own if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+
+    def regions(self, lines: CapturedLines, loops: Collection[int]) -> list[Region]:
+        found = [*self._in_block(self.node.body, dict(lines.launching), lines.staying, loops, [])]
+        return [one for one in found if one is not None]
+
+    def _in_block(
+        self,
+        block: Sequence[ast.stmt],
+        launching: dict[int, int],
+        staying: Sequence[int],
+        loops: Collection[int],
+        path: list[tuple[ast.stmt, Sequence[ast.stmt], int]],
+    ) -> Iterator[Region | None]:
+        """`path`: the compound statements around this block, each with the block that it stands in, and where."""
+        statements = _statements(block)
+        kinds = [self._kind(one, launching, staying, loops) for one in statements]
+        at = 0
+        while at < len(statements):
+            if kinds[at] != "captured":
+                if kinds[at] == "mixed":
+                    for node in statements[at].nodes:
+                        for name in _BLOCKS:
+                            inner = getattr(node, name, [])
+                            yield from self._in_block(inner, launching, staying, loops, [*path, (node, block, at)])
+                at += 1
+                continue
+            region, following = self._from(statements, kinds, at)
+            launches = sum(
+                count for line, count in launching.items() if any(one.has([line]) for one in region.captured)
+            )
+            if launches >= FEWEST_LAUNCHES and self._names(region, statements[following:], path):
+                yield region
+            at = following
+
+    def _kind(
+        self, statement: Statement, launching: Iterable[int], staying: Iterable[int], loops: Collection[int]
+    ) -> str:
+        """captured, neutral (may stand among those), or one that stays: of these in some parts are captured (mixed)."""
+        is_compound = any(hasattr(node, "body") for node in statement.nodes)
+        launches = statement.has(launching)
+        is_loop = any(isinstance(node, _LOOPS) and node.lineno in loops for node in statement.nodes)
+        called = _Uses(statement.nodes).called
+        # takes its time in Python, and is nothing but what a graph does without
+        stays = statement.has(staying) and not (called and called <= _SETS_UP and not is_compound)
+        stays = stays or is_loop or not self._can_move(statement) or self._counts_in(statement)
+        if launches and stays:
+            return "mixed" if is_compound else "stays"
+        if launches:
+            return "captured"
+        called = _Uses(statement.nodes).called
+        return (
+            "stays" if stays or any(name not in _HARMLESS and not name[:1].isupper() for name in called) else "neutral"
+        )
+
+    def _can_move(self, statement: Statement) -> bool:
+        """Whether it may stand in a function of its own."""
+        inner_loops = [one for node in statement.nodes for one in ast.walk(node) if isinstance(one, ast.For)]
+        jumping = {
+            id(one) for loop in inner_loops for one in ast.walk(loop) if isinstance(one, ast.Break | ast.Continue)
+        }
+        for node in (one for top in statement.nodes for one in ast.walk(top)):
+            if isinstance(node, ast.Break | ast.Continue) and id(node) not in jumping:
+                return False
+            if isinstance(node, _STAYING):
+                return False
+        uses = _Uses(statement.nodes)
+        return not uses.attributes - {*uses.stores} - self._made_here(uses.attributes)
+
+    def _made_here(self, names: Set[str]) -> set[str]:
+        """Tensors, whose items may be written to in a graph; not `self`, and no other object that is not known."""
+        given = {one.arg for one in self.node.args.args} if isinstance(self.node, ast.FunctionDef) else set()
+        return {name for name in names if name in self._local - given}
+
+    def _counts_in(self, statement: Statement) -> bool:
+        """Whether it reads a number that differs from iteration to iteration, or decides by one."""
+        uses = _Uses(statement.nodes)
+        if self._counters & (set(uses.loads) - set(uses.stores)):
+            return True
+        for node in (one for top in statement.nodes for one in ast.walk(top) if isinstance(one, ast.If | ast.IfExp)):
+            for part in ast.walk(node.test):
+                compares = isinstance(part, ast.Compare) and not any(
+                    isinstance(one, ast.Is | ast.IsNot) for one in part.ops
+                )
+                if (compares or isinstance(part, ast.BinOp)) and self._local & _bare_names(part):
+                    return True
+        return False
+
+    def _from(self, statements: list[Statement], kinds: list[str], begin: int) -> tuple[Region, int]:
+        """The longest region that begins here, and where the block goes on behind it."""
+        region, end = Region([statements[begin]]), begin + 1
+        waiting: list[Statement] = []  # neutral ones since the last that is captured
+        before, after = list[Statement](), list[Statement]()
+        for place in range(begin + 1, len(statements)):
+            one = statements[place]
+            passed = [*region.captured, *waiting]
+            if kinds[place] == "neutral":
+                waiting.append(one)
+            elif kinds[place] == "captured":
+                if not all(self._independent(other, late, passed) for other in after for late in (*waiting, one)):
+                    break
+                region.captured += [*waiting, one]
+                region.before, region.after, waiting, end = [*before], [*after], [], place + 1
+            elif not _moves(one):
+                break
+            elif all(self._independent(one, other, []) for other in (*passed, *after)):
+                before.append(one)
+            else:
+                after.append(one)
+        while begin > 0 and kinds[begin - 1] == "neutral" and "zero_grad" in _Uses(statements[begin - 1].nodes).called:
+            begin -= 1
+            region.captured.insert(0, statements[begin])
+        return region, end
+
+    def _independent(self, one: Statement, other: Statement, results_of: Iterable[Statement]) -> bool:
+        """Whether the two may change places: neither stores what the other uses, and no object is used by both that
+        either might write to. Results of these statements are written to by methods such as `add_` alone."""
+        mine, others = _Uses(one.nodes), _Uses(other.nodes)
+        written = {*mine.stores} | mine.attributes | mine.written
+        written_there = {*others.stores} | others.attributes | others.written
+        if written & ({*others.loads} | written_there) or written_there & {*mine.loads}:
+            return False
+        results = {name for part in results_of for name in _Uses(part.nodes).stores}
+        return not (self._objects(one) & self._objects(other)) - results
+
+    def _objects(self, statement: Statement) -> set[str]:
+        """Names that it uses, but for modules, and what only its shape is asked of."""
+        parts = [part for top in statement.nodes for part in ast.walk(top)]
+        shapes = [part.value for part in parts if isinstance(part, ast.Attribute) and part.attr in ("shape", "size")]
+        shapes += [part.args[0] for part in parts if isinstance(part, ast.Call) and _is_len(part) and part.args]
+        asked = {id(one) for one in shapes}
+        names = {part.id for part in parts if isinstance(part, ast.Name) and id(part) not in asked}
+        return names - self._imported - {*dir(builtins)}
+
+    def _names(
+        self,
+        region: Region,
+        rest: Sequence[Statement],
+        path: list[tuple[ast.stmt, Sequence[ast.stmt], int]],
+    ) -> bool:
+        """What the region is given and what is read of it later. False where its names do not allow it."""
+        flow = _Flow(node for one in region.captured for node in one.nodes)
+        needed, stored = flow.needed, flow.stored
+        live = self._live([*region.after, *rest], path)
+        maybe = set(stored) - flow.defined
+        made = [name for name in stored if name in live]
+        inside = {id(part) for one in region.captured for node in one.nodes for part in ast.walk(node)}
+        outside = [one for one in self.own if id(one) not in inside]
+        known = {one.id for one in outside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+        if isinstance(self.node, ast.Module):
+            changing = {
+                one.id
+                for loop, _, _ in path
+                if isinstance(loop, _LOOPS)
+                for one in ast.walk(loop)
+                if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) and id(one) not in inside
+            }
+            local = changing | set(stored)
+            functions = [one for one in ast.walk(self.node) if isinstance(one, ast.FunctionDef | ast.Lambda)]
+            if set(stored) & {name for one in functions for name in _free_names(one)}:
+                return False  # what is called from here may look at them
+        else:
+            known |= self._locals_of(self.node, [])
+            local = set(self._local)
+            for outer in self._around:
+                local |= self._locals_of(
+                    outer, [one for part in ast.iter_child_nodes(outer) for one in _own_nodes(part)]
+                )
+        given = [name for name in needed if name in local and (name in known or name not in stored)]
+        lacking = [name for name in made if name in maybe and name not in given]
+        if any(name not in known for name in lacking):
+            return False
+        order = [*self._parameters, *sorted(one.id for one in self.own if isinstance(one, ast.Name))]
+        region.given, region.made = sorted([*given, *lacking], key=order.index), made
+        return True
+
+    def _live(
+        self,
+        rest: Sequence[Statement],
+        path: list[tuple[ast.stmt, Sequence[ast.stmt], int]],
+    ) -> set[str]:
+        """Names that are read after the region before they are stored again: further on, in the next iteration, or in
+        functions within this one."""
+        live = set(_Flow(node for one in rest for node in one.nodes).needed)
+        for around, outer, at in reversed(path):
+            if isinstance(around, _LOOPS):
+                live |= set(_Flow(around.body).needed) | set(_Uses([getattr(around, "test", ast.Pass())]).loads)
+            if isinstance(around, (*_LOOPS, ast.Try)):
+                live |= set(_Flow([*around.orelse, *getattr(around, "finalbody", [])]).needed)
+            live |= set(_Flow(node for one in _statements(outer)[at + 1 :] for node in one.nodes).needed)
+        nested = [one for one in self.own if isinstance(one, ast.FunctionDef | ast.Lambda | ast.ClassDef)]
+        return live | {name for one in nested for name in _free_names(one)}
+
+
+_STAYING = (
+    *(ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom),
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.AsyncFor, ast.AsyncWith),
+    *(ast.While, ast.Try, ast.Match, ast.Delete, ast.Raise, ast.NamedExpr),
+)
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """This node and those below it, without what stands in other functions, but with these functions."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+        for part in ast.iter_child_nodes(node):
+            yield from _own_nodes(part)
+
+
+def _statements(block: Sequence[ast.stmt]) -> list[Statement]:
+    found: list[Statement] = []
+    for node in block:
+        if found and found[-1].nodes[-1].lineno == node.lineno:
+            found[-1] = Statement((*found[-1].nodes, node))
+        else:
+            found.append(Statement((node,)))
+    return found
+
+
+def _counts(node: ast.AST) -> Iterator[str]:
+    """Names of numbers that differ in each iteration."""
+    match node:
+        case ast.For(target=target, iter=ast.Call(func=ast.Name(id="range" | "trange"))):
+            yield from _Uses([target]).stores
+        case ast.For(target=ast.Tuple(elts=[first, *_])) if "enumerate" in _Uses([node.iter]).called:
+            yield from _Uses([first]).stores
+        case ast.AugAssign(target=ast.Name(id=name), value=ast.Constant()):
+            yield name
+
+
+def _bare_names(node: ast.AST) -> set[str]:
+    """Names that are not only looked into, as `args` is in `args.cuda`."""
+    behind = {id(one.value) for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in behind}
+
+
+def _moves(statement: Statement) -> bool:
+    """Whether the statements around it may run before it, or after it."""
+    jumps = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Try, ast.While)
+    return not any(isinstance(node, jumps) for top in statement.nodes for node in ast.walk(top))
+
+
+def _is_len(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == "len"
+
+
+class _Lift(cst.CSTTransformer):
+    """Moves regions into functions of their own, in front of the module's statement that they stand in."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        super().__init__()
+        self._regions = {line: one for one in regions for line in one.lines}
+        self._functions: list[tuple[Region, cst.FunctionDef]] = []
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:  # noqa: N802
+        return updated_node.with_changes(body=self._lifted(original_node.body, updated_node.body))
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
+        body: list[Any] = []
+        for original, statement in zip(original_node.body, updated_node.body, strict=True):
+            place = self.get_metadata(PositionProvider, original)
+            inside = {id(one) for line, one in self._regions.items() if place.start.line <= line <= place.end.line}
+            apart = cst.EmptyLine(indent=False)
+            for region, function in sorted(self._functions, key=lambda one: one[0].captured[0].first):
+                if id(region) in inside:
+                    body.append(function.with_changes(leading_lines=[apart, apart] if body else []))
+            moved = any(id(region) in inside for region, _ in self._functions)
+            lines = [apart, apart, *_without_blank(statement.leading_lines)] if moved else statement.leading_lines
+            body.append(statement.with_changes(leading_lines=lines))
+        return updated_node.with_changes(body=body)
+
+    def _line(self, node: cst.CSTNode) -> int:
+        return int(self.get_metadata(PositionProvider, node).start.line)
+
+    def _lifted(self, originals: Sequence[Any], updated: Sequence[Any]) -> list[Any]:
+        """A block with its regions called."""
+        by_line = {self._line(one): statement for one, statement in zip(originals, updated, strict=True)}
+        body: list[Any] = []
+        done: set[int] = set()
+        for line, statement in by_line.items():
+            region = self._regions.get(line)
+            if region is None:
+                body.append(statement)
+            elif id(region) not in done:
+                done.add(id(region))
+                body += self._called(region, by_line)
+        return body
+
+    def _called(self, region: Region, by_line: dict[int, Any]) -> list[Any]:
+        first, *others = [by_line[one.first] for one in region.captured]
+        given, made = ", ".join(region.given), ", ".join(region.made)
+        inner = [first.with_changes(leading_lines=[]), *others]
+        inner += [cst.parse_statement(f"return {made}")] if made else []
+        function = cst.parse_statement(f"@keepbusy.graph\ndef {region.name}({given}):\n    pass\n")
+        body = cst.IndentedBlock(inner)
+        self._functions.append((region, cst.ensure_type(function, cst.FunctionDef).with_changes(body=body)))
+        call = cst.parse_statement(f"{f'{made} = ' if made else ''}{region.name}({given})")
+        call = cst.ensure_type(call, cst.SimpleStatementLine).with_changes(leading_lines=first.leading_lines)
+        moved = [[by_line[one.first] for one in part] for part in (region.before, region.after)]
+        return [*moved[0], call, *moved[1]]
+
+
+def _without_blank(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    """Comments right above a statement, and what stands between them."""
+    kept = [*lines]
+    while kept and kept[0].comment is None:
+        del kept[0]
+    return kept
