@@ -11,7 +11,7 @@ pytest.importorskip("libcst")
 from keepbusy.fix import ASKED, IN_THE_SOURCE, WHILE_IT_RUNS
 from keepbusy.fix.live.live_fixes import SAFE
 from keepbusy.fix.source.proof import RunResults
-from keepbusy.fix.source.source_edits import EDITS, changed_lines, edited, where_now
+from keepbusy.fix.source.source_edits import EDITS, changed_lines, edited, moved_lines
 
 LOOP = """\
 import torch
@@ -188,65 +188,6 @@ def test_a_loop_that_does_not_go_back_has_no_last_gradients(header: str) -> None
     assert edited(source, "accumulate", [3]) is None
 
 
-TURNS = """\
-import torch
-
-def main(loader, model, optimizer, criterion):
-    total = 0.0
-    for epoch in range(3):
-        for x, y in loader:
-            x, y = x.cuda(), y.cuda()
-            out = model(x)  # forward
-            loss = criterion(out, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-    return total
-"""
-
-
-def test_a_turn_becomes_a_function_that_is_graphed() -> None:
-    new = edited(TURNS, "graph", [9])
-    assert new is not None
-    assert (
-        new.splitlines()[4:23]
-        == """\
-    total = 0.0
-
-    @keepbusy.graph
-    def train_step(x, y):
-        out = model(x)  # forward
-        loss = criterion(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    for epoch in range(3):
-        for x, y in loader:
-            x, y = x.cuda(), y.cuda()
-            loss = train_step(x, y)
-            total += loss.detach()
-    return total
-""".splitlines()
-    )
-
-
-@pytest.mark.parametrize(
-    ("part", "other"),
-    [
-        ("out = model(x)", "out = model(x, hidden); hidden = out"),  # what the turn before left
-        ("loss.backward()", "print(loss)\n            loss.backward()"),
-        ("optimizer.zero_grad()", "pass"),  # gradients of many turns
-        ("            optimizer.step()", "            if epoch:\n                optimizer.step()"),
-    ],
-)
-def test_a_turn_stays_where_it_is_where_names_or_calls_forbid_it(part: str, other: str) -> None:
-    assert part in TURNS
-    assert edited(TURNS.replace(part, other), "graph", [9]) is None
-
-
 def test_a_masked_mean_has_a_shape_that_the_host_knows() -> None:
     assert changed("loss = 2 * error[valid].mean() + x[valid].sum()\n", "keep_shapes", 1)[1] == [
         "loss = 2 * (torch.where(valid, error, 0).sum() / valid.sum()) + torch.where(valid, x, 0).sum()"
@@ -354,10 +295,10 @@ def test_losses_are_compared_where_each_is_of_a_known_step(losses: list[float], 
 
 
 def test_lines_are_found_again_after_other_fixes() -> None:
-    once = edited(TURNS, "graph", [9]) or ""
-    (total,) = where_now(TURNS, once, [13])
-    assert once.splitlines()[total - 1] == "            total += loss.detach()"
-    assert where_now(LOOP, edited(LOOP, "readback", [16]) or "", [16, 19]) == [19]
+    once = edited(LOOP, "prefetch", [12]) or ""
+    moved = moved_lines(LOOP, once)
+    assert once.splitlines()[moved[16] - 1] == "        total += loss.item()  # once a step"
+    assert 11 not in moved
 
 
 def test_a_source_that_cannot_be_read_is_left_alone() -> None:

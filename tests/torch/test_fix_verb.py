@@ -200,8 +200,8 @@ def test_a_turn_of_many_launches_is_written_as_a_graph(folder: Path) -> None:
     done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
     assert "capture as a CUDA graph at train.py:" in done.stdout, done
     assert "predicted); results within 0.01%, for Adam and its kin round differently in a graph" in done.stdout
-    assert "+@keepbusy.graph\n+def train_step(x):\n" in done.stdout
-    assert "+    loss = train_step(x)\n" in done.stdout
+    assert "+@keepbusy.graph\n+def captured_step(" in done.stdout
+    assert "+    loss = captured_step(" in done.stdout
 
 
 LOGGED = """\
@@ -240,24 +240,25 @@ def test_the_steps_of_a_candidate_are_the_turns_of_its_own_loop(folder: Path) ->
     (folder / "train.py").write_text(LOGGED)
     done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
     assert "\ncapture as a CUDA graph at train.py:" in done.stdout, done
-    assert "+    def train_step(x):\n" in done.stdout, done
+    assert "+def captured_train(model, optimizer, x):\n" in done.stdout, done
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ("model.parameters()", "use a fused optimizer at train.py:5\n  instead of 'capture as a CUDA graph' at "),
+        ("model.parameters()", "use a fused optimizer at train.py:5\n  instead of 'torch.compile' at "),
         ("model.parameters(), **dict(fused=True)", "keepbusy can write none of them into the source\n"),
     ],
 )
 def test_another_fix_is_named_where_it_stands_and_the_plan_s_as_advice(folder: Path, settings: str, told: str) -> None:
-    """A value read in the turn keeps it from being a graph."""
-    source = MANY_LAUNCHES.replace("    loss.backward()", "    seen = loss.item()\n    loss.backward()")
+    """A decision by a value of the step keeps it from being a graph."""
+    source = MANY_LAUNCHES.replace("    loss.backward()", "    if loss.item() > 9:\n        break\n    loss.backward()")
     (folder / "train.py").write_text(source.replace("model.parameters()", settings))
     done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
     assert done.returncode == 0, done
     assert told in done.stdout
-    assert "  by hand, since keepbusy cannot change these lines itself: " in done.stdout
+    assert "torch.compile at train.py:12" in done.stdout
+    assert "  by hand: model = torch.compile(model)\n" in done.stdout
 
 
 def test_a_program_that_computes_something_else_each_time_is_told_so(folder: Path) -> None:

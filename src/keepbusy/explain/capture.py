@@ -45,7 +45,7 @@ def captured(scene: Scene, goes: Mask) -> Capture:
     reads = np.zeros(len(spans), bool)  # copies that go with the waits
     reads[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
     stays, launches = _stays(scene, goes, reads), np.flatnonzero((scene.command != NONE) & ~reads)
-    parted = frames_around(timeline.frames, spans.frame[stays])
+    parted = frames_around(timeline.frames, spans.frame[stays]) | _holds_steps(scene)
     run = _numbers(scene, stays, parted)
     held = _alike(scene, launches, run[launches])
     held = held[~np.isin(run[held], _without_forward(scene, stays, launches, run))]
@@ -64,6 +64,17 @@ def captured(scene: Scene, goes: Mask) -> Capture:
         len(held) / max(1, len(launches)),
         _lines(scene, statement[held], parted),
     )
+
+
+def _holds_steps(scene: Scene) -> Mask:
+    """Frames in which one step ends and the next begins: a graph holds one step at most."""
+    timeline, frames = scene.timeline, scene.timeline.frames
+    result = np.zeros(len(frames), bool)
+    for rank in timeline.ranks:
+        marks = timeline.spans.start[timeline.marks_of(rank)]
+        begun = np.searchsorted(marks, frames.start, side="right")
+        result |= (timeline.rank_of_lanes[frames.lane] == rank) & (np.searchsorted(marks, frames.end) > begun)
+    return result
 
 
 def _lines(scene: Scene, captured: Ints, parted: Mask) -> tuple[CapturedLines, ...]:

@@ -251,20 +251,20 @@ class _Function:
         self.node, self._around = node, around
         self.own = [one for part in ast.iter_child_nodes(node) for one in _own_nodes(part)]
         self._counters = {name for one in self.own for name in _counts(one)}
-        self._parameters = [*self._locals_of(node, [])]
         self._local = self._locals_of(node, self.own)
         imports = [one for one in ast.walk(around[0]) if isinstance(one, ast.Import | ast.ImportFrom)]
         self._imported = {(name.asname or name.name).partition(".")[0] for one in imports for name in one.names}
 
     @staticmethod
-    def _locals_of(node: ast.AST, own: Iterable[ast.AST]) -> set[str]:
+    def _locals_of(node: ast.AST, own: Iterable[ast.AST]) -> dict[str, None]:
         if not isinstance(node, ast.FunctionDef):
-            return set()
+            return {}
         known = node.args
         given = [*known.posonlyargs, *known.args, *known.kwonlyargs, known.vararg, known.kwarg]
-        names = {one.arg for one in given if one is not None}
-        names |= {one.id for one in own if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-        return names - {name for one in own if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+        names = {one.arg: None for one in given if one is not None}
+        names |= {one.id: None for one in own if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+        shared = {name for one in own if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+        return {name: None for name in names if name not in shared}
 
     def regions(self, lines: CapturedLines, loops: Collection[int]) -> list[Region]:
         found = [*self._in_block(self.node.body, dict(lines.launching), lines.staying, loops, [])]
@@ -314,21 +314,16 @@ class _Function:
             return "mixed" if is_compound else "stays"
         if launches:
             return "captured"
-        called = _Uses(statement.nodes).called
-        return (
-            "stays" if stays or any(name not in _HARMLESS and not name[:1].isupper() for name in called) else "neutral"
-        )
+        acts = any(name not in _HARMLESS and not name[:1].isupper() for name in called)
+        return "stays" if stays or acts else "neutral"
 
     def _can_move(self, statement: Statement) -> bool:
         """Whether it may stand in a function of its own."""
-        inner_loops = [one for node in statement.nodes for one in ast.walk(node) if isinstance(one, ast.For)]
-        jumping = {
-            id(one) for loop in inner_loops for one in ast.walk(loop) if isinstance(one, ast.Break | ast.Continue)
-        }
-        for node in (one for top in statement.nodes for one in ast.walk(top)):
-            if isinstance(node, ast.Break | ast.Continue) and id(node) not in jumping:
-                return False
-            if isinstance(node, _STAYING):
+        parts = [one for node in statement.nodes for one in ast.walk(node)]
+        of_loops = {id(one) for loop in parts if isinstance(loop, ast.For) for one in ast.walk(loop)}
+        for part in parts:
+            leaves = isinstance(part, ast.Break | ast.Continue) and id(part) not in of_loops
+            if leaves or isinstance(part, _STAYING) or _names_itself(part):
                 return False
         uses = _Uses(statement.nodes)
         return not uses.attributes - {*uses.stores} - self._made_here(uses.attributes)
@@ -336,7 +331,7 @@ class _Function:
     def _made_here(self, names: Set[str]) -> set[str]:
         """Tensors, whose items may be written to in a graph; not `self`, and no other object that is not known."""
         given = {one.arg for one in self.node.args.args} if isinstance(self.node, ast.FunctionDef) else set()
-        return {name for name in names if name in self._local - given}
+        return {name for name in names if name in self._local and name not in given}
 
     def _counts_in(self, statement: Statement) -> bool:
         """Whether it reads a number that differs from iteration to iteration, or decides by one."""
@@ -345,10 +340,8 @@ class _Function:
             return True
         for node in (one for top in statement.nodes for one in ast.walk(top) if isinstance(one, ast.If | ast.IfExp)):
             for part in ast.walk(node.test):
-                compares = isinstance(part, ast.Compare) and not any(
-                    isinstance(one, ast.Is | ast.IsNot) for one in part.ops
-                )
-                if (compares or isinstance(part, ast.BinOp)) and self._local & _bare_names(part):
+                compares = isinstance(part, ast.Compare) and not isinstance(part.ops[0], ast.Is | ast.IsNot)
+                if (compares or isinstance(part, ast.BinOp)) and self._local.keys() & _bare_names(part):
                     return True
         return False
 
@@ -426,18 +419,17 @@ class _Function:
             if set(stored) & {name for one in functions for name in _free_names(one)}:
                 return False  # what is called from here may look at them
         else:
-            known |= self._locals_of(self.node, [])
+            known |= {*self._locals_of(self.node, [])}
             local = set(self._local)
             for outer in self._around:
-                local |= self._locals_of(
-                    outer, [one for part in ast.iter_child_nodes(outer) for one in _own_nodes(part)]
-                )
-        given = [name for name in needed if name in local and (name in known or name not in stored)]
+                parts = [one for part in ast.iter_child_nodes(outer) for one in _own_nodes(part)]
+                local |= {*self._locals_of(outer, parts)}
+        given = [name for name in needed if name in local]
         lacking = [name for name in made if name in maybe and name not in given]
-        if any(name not in known for name in lacking):
-            return False
-        order = [*self._parameters, *sorted(one.id for one in self.own if isinstance(one, ast.Name))]
-        region.given, region.made = sorted([*given, *lacking], key=order.index), made
+        if any(name not in known for name in (*lacking, *(name for name in needed if name in stored))):
+            return False  # it may have no value yet
+        order = [*self._local, *given, *lacking]
+        region.given, region.made = sorted({*given, *lacking}, key=order.index), made
         return True
 
     def _live(

@@ -1,0 +1,186 @@
+"""Statements that become a captured function: what is written, and what is left alone."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+pytest.importorskip("libcst")
+
+from keepbusy.explain.diagnosis import CapturedLines
+from keepbusy.fix.source.source_edits import edited
+
+
+def captured(source: str) -> str | None:
+    """The source with lines captured that end in `# N launches`; at those that end in `# stays` something has to stay,
+    and the loop of `# loop` is the one that is explained."""
+    lines = [*enumerate(dedent(source).splitlines(), 1)]
+    marked = {mark: [at for at, line in lines if line.endswith(mark)] for mark in ("# launches", "# stays", "# loop")}
+    launching = tuple((at, 9) for at in marked["# launches"])
+    told = CapturedLines("train.py", "train", launching, tuple(marked["# stays"]))
+    new = edited(dedent(source), "graph", [], told, marked["# loop"])
+    if new is None:
+        return None
+    compile(new, "train.py", "exec")
+    return new.replace("  # launches", "").replace("  # stays", "").replace("  # loop", "")
+
+
+def test_what_a_loop_computes_becomes_a_function() -> None:
+    assert captured("""\
+        import keepbusy
+
+        def main(loader, model, optimizer, criterion):
+            total = 0.0
+            for epoch in range(3):
+                for x, y in loader:  # loop
+                    x, y = x.cuda(), y.cuda()  # stays
+                    # forward
+                    out = model(x)  # launches
+                    loss = criterion(out, y)  # launches
+                    optimizer.zero_grad()
+                    loss.backward()  # launches
+                    total += loss.item() * len(x)  # stays
+                    optimizer.step()  # launches
+            return total
+    """) == dedent("""\
+        import keepbusy
+
+
+        @keepbusy.graph
+        def captured_main(model, optimizer, criterion, x, y):
+            out = model(x)
+            loss = criterion(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+
+        def main(loader, model, optimizer, criterion):
+            total = 0.0
+            for epoch in range(3):
+                for x, y in loader:
+                    x, y = x.cuda(), y.cuda()
+                    # forward
+                    loss = captured_main(model, optimizer, criterion, x, y)
+                    total += loss.item() * len(x)
+            return total
+    """)
+
+
+def test_a_script_hands_over_what_changes_and_a_method_its_object() -> None:
+    script = captured("""\
+        import keepbusy
+        step, hidden = 0, torch.zeros(3)
+        while step < 9:  # loop
+            x = batches.next()  # stays
+            hidden = hidden * 2  # launches
+            loss = (model(x) + hidden).sum()  # launches
+            print(step, loss.item())  # stays
+            step += 1
+    """)
+    assert script is not None
+    assert "def captured_step(hidden, x):\n" in script
+    assert "    return hidden, loss\n" in script
+    assert "    hidden, loss = captured_step(hidden, x)\n    print(step, loss.item())" in script
+    method = captured("""\
+        import keepbusy
+        class Agent:
+            def update(self, x, n):
+                with torch.no_grad():
+                    y = self.target(x)  # launches
+                self.step_of(y)  # launches
+                if n % 2 == 0:
+                    soft_update(self.target, self.model)  # launches
+                return y.item()
+    """)
+    assert method is not None
+    assert "def captured_update(self, x):\n    with torch.no_grad():\n        y = self.target(x)\n" in method
+    assert (
+        "        y = captured_update(self, x)\n        if n % 2 == 0:\n            captured_update_2(self)\n" in method
+    )
+
+
+def test_a_batch_that_arrives_in_between_is_taken_before() -> None:
+    new = captured("""\
+        import keepbusy
+        def train(model, loader):
+            for x, y in loader:  # loop
+                out = model(x)  # launches
+                y = y.cuda()  # stays
+                loss = out.sub(y)  # launches
+                loss.backward()  # launches
+    """)
+    assert new is not None
+    assert "        y = y.cuda()\n        captured_train(model, x, y)\n" in new
+
+
+BODY = """\
+    import keepbusy
+    def train(model, optimizer, loader):
+        for step, (x, y) in enumerate(loader):  # loop
+            out = model(x)  # launches
+            ...  # stays
+            loss = out.sum()  # launches
+            loss.backward()  # launches
+            optimizer.step()  # launches
+"""
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "if out.max() > 9: continue",  # the rest may not happen
+        "model.rate = out.mean()",  # what it writes to is read further on
+        "out = out.cpu()",
+        "model.check()",
+    ],
+)
+def test_what_cannot_move_parts_the_graph(between: str) -> None:
+    new = captured(BODY.replace("...", between).replace("loss = out.sum()", "loss = (out + model.bias).sum()"))
+    assert new is not None
+    assert "def captured_train(model, x):\n    out = model(x)\n    return out\n" in new
+    assert f"            {between}\n        loss = captured_train_2(" in new or f"{between}\n" in new
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "loss = model(x * step)",  # a number that counts
+        "return model(x)",
+        "self.loss = model(x)",
+        "super().step(x)",
+        "yield model(x)",
+        "loss = [model(one) for one in (yield)]",
+    ],
+)
+def test_lines_that_are_left_alone(line: str) -> None:
+    source = f"""\
+        import keepbusy
+        def train(self, model, loader):
+            for step, x in enumerate(loader):  # loop
+                {line}  # launches
+    """
+    assert captured(source) is None
+
+
+def test_a_decision_by_a_number_is_not_captured_with_what_it_decides() -> None:
+    new = captured("""\
+        import keepbusy
+        def train(model, loader, warm):
+            for step, x in enumerate(loader):  # loop
+                loss = model(x)  # launches
+                if warm:
+                    loss = loss * 2  # launches
+                if step > 100:
+                    loss = loss * 3  # launches
+    """)
+    assert new is not None
+    assert "def captured_train(model, warm, x):\n    loss = model(x)\n    if warm:\n        loss = loss * 2\n" in new
+    assert "        if step > 100:\n            captured_train_2(loss)\n" in new
+
+
+def test_little_is_not_worth_a_graph() -> None:
+    told = CapturedLines("train.py", "train", ((3, 2), (4, 3)), ())
+    assert edited("def train(x):\n    while x:\n        y = x + 1\n        x = y * 2\n", "graph", [], told) is None
