@@ -67,13 +67,13 @@ def captured(scene: Scene, goes: Mask) -> Capture:
 
 
 def _holds_steps(scene: Scene) -> Mask:
-    """Frames in which one step ends and the next begins: a graph holds one step at most."""
+    """Frames in which several steps begin: a graph holds one at most."""
     timeline, frames = scene.timeline, scene.timeline.frames
     result = np.zeros(len(frames), bool)
     for rank in timeline.ranks:
         marks = timeline.spans.start[timeline.marks_of(rank)]
         begun = np.searchsorted(marks, frames.start, side="right")
-        result |= (timeline.rank_of_lanes[frames.lane] == rank) & (np.searchsorted(marks, frames.end) > begun)
+        result |= (timeline.rank_of_lanes[frames.lane] == rank) & (np.searchsorted(marks, frames.end) > begun + 1)
     return result
 
 

@@ -44,7 +44,7 @@ _HARMLESS = {
     *("to", "cuda", "data_ptr", "contiguous", "type", "get_device", "is_floating_point"),
 }
 """Functions and methods without any effect that a replay would have to repeat, as long as they launch nothing."""
-_SETS_UP = {"train", "eval", "zero_grad", "parameters"}
+_SETS_UP = {"train", "eval", "zero_grad", "unscale_", "parameters"}
 _LOOKS_AT_ITSELF = {"super", "locals", "globals", "vars", "eval", "exec", "__class__"}
 
 
@@ -353,7 +353,10 @@ class _Function:
         for place in range(begin + 1, len(statements)):
             one = statements[place]
             passed = [*region.captured, *waiting]
-            if kinds[place] == "neutral":
+            following = [
+                late for late, kind in zip(statements[place:], kinds[place:], strict=True) if kind == "captured"
+            ]
+            if kinds[place] == "neutral" and _serves(one, following):
                 waiting.append(one)
             elif kinds[place] == "captured":
                 if not all(self._independent(other, late, passed) for other in after for late in (*waiting, one)):
@@ -366,7 +369,9 @@ class _Function:
                 before.append(one)
             else:
                 after.append(one)
-        while begin > 0 and kinds[begin - 1] == "neutral" and "zero_grad" in _Uses(statements[begin - 1].nodes).called:
+        sets_modes = any(_Uses(one.nodes).called & {"train", "eval"} for one in region.captured)
+        wanted = {"zero_grad", *({"train", "eval"} if sets_modes else ())}
+        while begin > 0 and kinds[begin - 1] == "neutral" and _Uses(statements[begin - 1].nodes).called & wanted:
             begin -= 1
             region.captured.insert(0, statements[begin])
         return region, end
@@ -490,6 +495,13 @@ def _bare_names(node: ast.AST) -> set[str]:
     """Names that are not only looked into, as `args` is in `args.cuda`."""
     behind = {id(one.value) for one in ast.walk(node) if isinstance(one, ast.Attribute)}
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in behind}
+
+
+def _serves(one: Statement, following: Iterable[Statement]) -> bool:
+    """Whether captured statements need it: they read what it stores, or it clears gradients or sets a mode."""
+    uses = _Uses(one.nodes)
+    read = {name for late in following for name in _Uses(late.nodes).loads}
+    return bool(uses.called & _SETS_UP) or bool({*uses.stores} & read)
 
 
 def _moves(statement: Statement) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import operator
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -313,7 +314,7 @@ def capture(
         gc.collect()
         torch.cuda.empty_cache()
     reason = ""
-    with torch.cuda.stream(stream), _no_garbage(), _no_cached_casts():
+    with torch.cuda.stream(stream), _no_garbage(), _no_cached_casts(), _no_argument_checks():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             with sync_mode("error"):
@@ -363,6 +364,18 @@ def _no_cached_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def _no_argument_checks() -> Iterator[None]:
+    """Those of `torch.distributions` read the GPU. The eager calls before have made them."""
+    kind: Any = sys.modules["torch.distributions"].Distribution
+    checks = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(checks)
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:

@@ -28,13 +28,16 @@ from keepbusy.runtime.graph.host_state import HostChange, HostState, StateKey, c
 from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
 from keepbusy.runtime.graph.named_values import NamedValues
 from keepbusy.runtime.graph.names_read import PLAIN, StepNames
-from keepbusy.runtime.graph.participants import Participants
+from keepbusy.runtime.graph.participants import Gradients, Participants
 from keepbusy.runtime.graph.replay_check import COMPARED_FIRST, WrittenTensors, is_compared, replay_compared
 from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
 from keepbusy.runtime.module_parts import submodules
 
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
+
+
+BACKWARD_LATER = "its backward pass comes later, where a replay has no part; call backward inside the step"
 
 
 class GraphKey:
@@ -149,9 +152,14 @@ class Rehearsal:
         distributed = [type(one).__name__ for one in self.participants.modules if _talks_to_other_ranks(one)]
         if distributed:
             self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
-        elif differentiable(returned) and not gradients.went_back:
-            self.finding = "its backward pass comes later, where a replay has no part; call backward inside the step"
-        return returned if self.finding else detached(returned)
+        return returned if self.finding else self._result(returned, gradients)
+
+    def _result(self, returned: Any, gradients: Gradients) -> Any:
+        """What the caller gets: as a replay would return it, or as it is where no replay can."""
+        if differentiable(returned) and not gradients.went_back:
+            self.finding = BACKWARD_LATER
+            return returned
+        return detached(returned)
 
     def _second_call(self, call: StepCall) -> Any:
         step = self._eager.step
@@ -163,7 +171,7 @@ class Rehearsal:
         self.written = WrittenTensors(self.participants, self.host)
         before = self.host.read()
         with self.participants.watching() as gradients, self.written.watching():
-            returned = detached(self._eager.run(call))
+            returned = self._result(self._eager.run(call), gradients)
         self._trained = [one.leaf for one in gradients.held()]  # before the loop clears what the step has left
         self._changes = changes_between(before, self.host.read())
         kind, first = self._returned
@@ -182,14 +190,20 @@ class Rehearsal:
             self.rates.count_on_device()
             self._trained = None
         self.kind = (*call.kind, *self.key.kind())
-        with self.rates.on_device(), self.written.watching():
-            return detached(self._eager.run(call))
+        with self.rates.on_device(), self.participants.watching() as gradients, self.written.watching():
+            returned = self._result(self._eager.run(call), gradients)
+        if self.finding:
+            self.rates.count_on_host()
+        return returned
 
     def _find_line(self, call: StepCall) -> Any:
         """What changes once and not again was made when it was first needed, or by another thread."""
         traced, before = self._changes[0], self.host.read()
         tracer = LineTracer(self.host.reader(traced.key))
-        returned = detached(tracer.run(lambda: self._eager.run(call)))
+        with self.participants.watching() as gradients:
+            returned = self._result(tracer.run(lambda: self._eager.run(call)), gradients)
+        if self.finding:
+            return returned
         again, known = changes_between(before, self.host.read()), {change.key for change in self._changes}
         if any(change.key == traced.key for change in again):
             self.finding = f"at {tracer.found} it {traced.why}" if tracer.found else f"it {traced.why}"
@@ -283,7 +297,9 @@ class StepGraphs:
 
     def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
         try:
-            returned, finding = replay_compared(captured, call, self._as_written, self._written, self._host)
+            returned, finding = replay_compared(
+                captured, call, lambda one: detached(self._as_written(one)), self._written, self._host
+            )
         except torch.OutOfMemoryError:
             if captured.replays <= COMPARED_FIRST:
                 raise Uncapturable("there is too little memory to compare a replay with an eager call") from None
@@ -300,7 +316,7 @@ class StepGraphs:
 
     def _as_written(self, call: StepCall) -> Any:
         with self._rates.on_device():
-            return detached(self._eager_stream.run(call))
+            return self._eager_stream.run(call)
 
     def _eager(self, call: StepCall) -> Any:
         self._tally["eager"] += 1
@@ -313,6 +329,10 @@ class StepGraphs:
         before = self._host.read()
         with self._participants.watching() as gradients, self._written.watching():
             returned = self._eager(call)
+        if differentiable(returned) and not gradients.went_back:
+            self._capturable[kind] = False
+            self._warn(f"eagerly for some arguments: {BACKWARD_LATER}")
+            return returned
         changes, known = changes_between(before, self._host.read()), self._changed.get(kind, set())
         again = next((change for change in changes if change.key in known), None)
         if again:

@@ -47,7 +47,7 @@ class Participants:
             register_module_forward_pre_hook(lambda module, _arguments: self.modules.setdefault(module)),
             register_optimizer_step_pre_hook(on_step),
         ]
-        watcher = _Watcher(gradients.note_backward, self.schedulers.setdefault, self.scalers.setdefault)
+        watcher = _Watcher(gradients.note_backward, self.schedulers.setdefault, self._note_scaler)
         _watch(watcher)
         try:
             yield gradients
@@ -56,6 +56,10 @@ class Participants:
             for hook in hooks:
                 hook.remove()
             self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
+
+    def _note_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        if scaler.is_enabled():  # else it has no state
+            self.scalers.setdefault(scaler)
 
     def gathering(self) -> list[Tensor]:
         """Every tensor known that may gather a gradient."""

@@ -74,7 +74,7 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 def _parts_of(value: Any) -> dict[str, Any]:
     if isinstance(value, torch.amp.GradScaler):  # which makes its other parts anew at each step
-        return {f".{name}": vars(value)[name] for name in ("_scale", "_growth_tracker")}
+        return {f".{name}": vars(value)[name] for name in ("_scale", "_growth_tracker") if name in vars(value)}
     parts: dict[str, Any] = {}
     if isinstance(value, dict):
         for place, (key, part) in enumerate(dict.items(value)):
