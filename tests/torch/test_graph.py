@@ -363,3 +363,25 @@ def test_objects_among_the_arguments_are_bound() -> None:
     assert graphed == plain
     assert step.replays > 16, step.report()
     assert step.report().startswith("step: ")
+
+
+def test_a_scaler_that_is_off_and_checked_distributions_are_captured() -> None:
+    def run(wrap):
+        model = net()
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(enabled=False)
+
+        def train(x, y):
+            optimizer.zero_grad()
+            normal = torch.distributions.Normal(model(x), torch.ones((), device="cuda"))
+            loss = -normal.log_prob(torch.zeros((), device="cuda")).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        step = wrap(train)
+        return [step(x, y).tolist() for x, y in batches(12)], step
+
+    (plain, _), (graphed, step) = run(lambda step: step), run(graph)
+    assert graphed == plain
+    assert step.replays > 5, step.report()

@@ -137,6 +137,26 @@ def test_a_backward_pass_outside_stays_possible_and_is_named() -> None:
     assert model.first.weight.grad is not None
 
 
+def test_a_backward_pass_outside_stays_possible_where_earlier_calls_had_none() -> None:
+    """As in a model's forward pass, which an evaluation calls first."""
+    model = net()
+
+    def forward(x, y):
+        return cross_entropy(model(x), y)
+
+    step = graph(forward)
+    with torch.inference_mode():
+        step(*next(batches(1)))
+    with torch.no_grad():
+        for x, y in batches(6):
+            step(x, y)
+    assert step.replays
+    with pytest.warns(UserWarning, match="its backward pass comes later"):
+        step(*next(batches(1))).backward()
+    step(*next(batches(1))).backward()
+    assert model.first.weight.grad is not None
+
+
 def test_a_tensor_of_the_host_among_the_results_is_named() -> None:
     train = graph(lambda x, y: (x.sum(), torch.ones(3)))
     assert "it returns a tensor of the host" in refusal(train, [*batches(5)])

@@ -66,7 +66,7 @@ class Statement(NamedTuple):
 
 
 @dataclass
-class Region:
+class LiftedLines:
     """Statements of one block, one after the other, that are captured; and those between them that move."""
 
     captured: list[Statement]
@@ -266,7 +266,7 @@ class _Function:
         shared = {name for one in own if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
         return {name: None for name in names if name not in shared}
 
-    def regions(self, lines: CapturedLines, loops: Collection[int]) -> list[Region]:
+    def regions(self, lines: CapturedLines, loops: Collection[int]) -> list[LiftedLines]:
         found = [*self._in_block(self.node.body, dict(lines.launching), lines.staying, loops, [])]
         return [one for one in found if one is not None]
 
@@ -277,7 +277,7 @@ class _Function:
         staying: Sequence[int],
         loops: Collection[int],
         path: list[tuple[ast.stmt, Sequence[ast.stmt], int]],
-    ) -> Iterator[Region | None]:
+    ) -> Iterator[LiftedLines | None]:
         """`path`: the compound statements around this block, each with the block that it stands in, and where."""
         statements = _statements(block)
         kinds = [self._kind(one, launching, staying, loops) for one in statements]
@@ -345,9 +345,9 @@ class _Function:
                     return True
         return False
 
-    def _from(self, statements: list[Statement], kinds: list[str], begin: int) -> tuple[Region, int]:
+    def _from(self, statements: list[Statement], kinds: list[str], begin: int) -> tuple[LiftedLines, int]:
         """The longest region that begins here, and where the block goes on behind it."""
-        region, end = Region([statements[begin]]), begin + 1
+        region, end = LiftedLines([statements[begin]]), begin + 1
         waiting: list[Statement] = []  # neutral ones since the last that is captured
         before, after = list[Statement](), list[Statement]()
         for place in range(begin + 1, len(statements)):
@@ -398,7 +398,7 @@ class _Function:
 
     def _names(
         self,
-        region: Region,
+        region: LiftedLines,
         rest: Sequence[Statement],
         path: list[tuple[ast.stmt, Sequence[ast.stmt], int]],
     ) -> bool:
@@ -519,10 +519,10 @@ class _Lift(cst.CSTTransformer):
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, regions: Sequence[Region]) -> None:
+    def __init__(self, regions: Sequence[LiftedLines]) -> None:
         super().__init__()
         self._regions = {line: one for one in regions for line in one.lines}
-        self._functions: list[tuple[Region, cst.FunctionDef]] = []
+        self._functions: list[tuple[LiftedLines, cst.FunctionDef]] = []
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:  # noqa: N802
         return updated_node.with_changes(body=self._lifted(original_node.body, updated_node.body))
@@ -558,7 +558,7 @@ class _Lift(cst.CSTTransformer):
                 body += self._called(region, by_line)
         return body
 
-    def _called(self, region: Region, by_line: dict[int, Any]) -> list[Any]:
+    def _called(self, region: LiftedLines, by_line: dict[int, Any]) -> list[Any]:
         first, *others = [by_line[one.first] for one in region.captured]
         given, made = ", ".join(region.given), ", ".join(region.made)
         inner = [first.with_changes(leading_lines=[]), *others]

@@ -450,6 +450,8 @@ class Graphed(Generic[P, R]):
         return self._step(*arguments, **options)
 
     def _rehearse(self, *arguments: Any, **options: Any) -> Any:
+        if torch.is_inference_mode_enabled():  # its tensors could not be written to elsewhere
+            return self._eager(*arguments, **options)
         self._tally["eager"] += 1
         rehearsal = self._rehearsal
         returned = rehearsal.run(StepCall(arguments, options))
@@ -461,6 +463,8 @@ class Graphed(Generic[P, R]):
         return returned
 
     def _replay(self, *arguments: Any, **options: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            return self._eager(*arguments, **options)
         graphs = self._graphs
         try:
             returned = graphs.run((arguments, options))

@@ -224,4 +224,5 @@ def constant(value: Any) -> Any:
     if not issubclass(type(value), torch.Tensor) or value.layout is not torch.strided:
         return id(value)
     # a tensor of the host is kept by its value, so writing to it counts, too
-    return value.data_ptr(), value.shape, value.dtype, value._version if value.device.type == "cpu" else 0
+    is_counted = value.device.type == "cpu" and not value.is_inference()
+    return value.data_ptr(), value.shape, value.dtype, value._version if is_counted else 0
