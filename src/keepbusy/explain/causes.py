@@ -213,8 +213,14 @@ class Scene:
         work = (spans.kind == Kind.WORK) & ~self.by_workers & (self.loader_frame == NONE)
         call = self._outermost_call()
         lasting = np.append(frames.end - frames.start, 0)[call] >= CALL_OF_ITS_OWN
+        lasting &= (self.caller != Owner.TORCH) | (self._operator != NONE)  # clearing gradients, setting a mode
         long = (spans.work >= HEAVY) & ~self._belongs_to_launches()
         return work & (long | ((call != NONE) & lasting) | self._round_trip())
+
+    @cached_property
+    def _operator(self) -> Ints:
+        """Of each row, the outermost operator around it, or NONE."""
+        return self.outermost(self.timeline.frames.kind == FrameKind.OPERATOR)
 
     def _belongs_to_launches(self) -> Mask:
         """What PyTorch itself does in a backward pass or an optimizer, between launches there: a graph takes it away,
