@@ -153,6 +153,7 @@ def test_what_cannot_move_parts_the_graph(between: str) -> None:
         "super().step(x)",
         "yield model(x)",
         "loss = [model(one) for one in (yield)]",
+        "if step: loss = model(x)",
     ],
 )
 def test_lines_that_are_left_alone(line: str) -> None:
@@ -179,6 +180,20 @@ def test_a_decision_by_a_number_is_not_captured_with_what_it_decides() -> None:
     assert new is not None
     assert "def captured_train(model, warm, x):\n    loss = model(x)\n    if warm:\n        loss = loss * 2\n" in new
     assert "        if step > 100:\n            captured_train_2(loss)\n" in new
+
+
+def test_what_launches_and_has_to_stay_keeps_its_place() -> None:
+    """It may draw random numbers, as dropout before and after it does."""
+    new = captured("""\
+        import keepbusy
+        def train(self, model, loader):
+            for x in loader:  # loop
+                out = model(x)  # launches
+                self.noise = torch.randn_like(x)  # launches
+                loss = model(out).sum()  # launches
+    """)
+    assert new is not None
+    assert "out = captured_train(model, x)\n        self.noise = torch.randn_like(x)\n        captured_train_2(" in new
 
 
 def test_little_is_not_worth_a_graph() -> None:

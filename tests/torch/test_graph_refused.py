@@ -189,6 +189,12 @@ def test_distributed_modules_run_eagerly(tmp_path) -> None:
     assert "it runs DistributedDataParallel, whose collectives are not captured" in told
 
 
+def test_a_list_among_the_arguments_that_the_step_changes_is_named_and_stays_changed() -> None:
+    train, losses = graph(lambda x, losses: losses.append(x.sum())), list[torch.Tensor]()
+    assert "it changes a list or a dict among its arguments" in refusal(train, [(torch.ones(2), losses)] * 5)
+    assert len(losses) == 5
+
+
 def test_an_error_of_the_step_is_its_own() -> None:
     def train(x):
         raise ValueError("not today")

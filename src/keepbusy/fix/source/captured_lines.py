@@ -159,9 +159,8 @@ class _Uses:
                 self.loads[name] = self.stores[name] = None
                 self._visit(node.value, bound)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                inner = {
-                    one.id for part in node.generators for one in ast.walk(part.target) if isinstance(one, ast.Name)
-                }
+                targets = [one for part in node.generators for one in ast.walk(part.target)]
+                inner = {one.id for one in targets if isinstance(one, ast.Name)}
                 self._visit_parts(node, bound | inner)
             case ast.Lambda(args=args):
                 inner = {one.arg for one in (*args.posonlyargs, *args.args, *args.kwonlyargs)}
@@ -267,8 +266,7 @@ class _Function:
         return {name: None for name in names if name not in shared}
 
     def regions(self, lines: CapturedLines, loops: Collection[int]) -> list[LiftedLines]:
-        found = [*self._in_block(self.node.body, dict(lines.launching), lines.staying, loops, [])]
-        return [one for one in found if one is not None]
+        return [*self._in_block(self.node.body, dict(lines.launching), lines.staying, loops, [])]
 
     def _in_block(
         self,
@@ -277,7 +275,7 @@ class _Function:
         staying: Sequence[int],
         loops: Collection[int],
         path: list[tuple[ast.stmt, Sequence[ast.stmt], int]],
-    ) -> Iterator[LiftedLines | None]:
+    ) -> Iterator[LiftedLines]:
         """`path`: the compound statements around this block, each with the block that it stands in, and where."""
         statements = _statements(block)
         kinds = [self._kind(one, launching, staying, loops) for one in statements]
@@ -288,6 +286,8 @@ class _Function:
                     for node in statements[at].nodes:
                         for name in _BLOCKS:
                             inner = getattr(node, name, [])
+                            if inner and inner[0].lineno == node.lineno:
+                                continue  # it stands behind the colon
                             yield from self._in_block(inner, launching, staying, loops, [*path, (node, block, at)])
                 at += 1
                 continue
@@ -302,7 +302,8 @@ class _Function:
     def _kind(
         self, statement: Statement, launching: Iterable[int], staying: Iterable[int], loops: Collection[int]
     ) -> str:
-        """captured, neutral (may stand among those), or one that stays: of these in some parts are captured (mixed)."""
+        """captured, neutral (may stand among those), or one that stays. Parts of such a one may be captured (mixed). One
+        that launches itself keeps its place (fixed): it may draw random numbers."""
         is_compound = any(hasattr(node, "body") for node in statement.nodes)
         launches = statement.has(launching)
         is_loop = any(isinstance(node, _LOOPS) and node.lineno in loops for node in statement.nodes)
@@ -311,7 +312,7 @@ class _Function:
         stays = statement.has(staying) and not (called and called <= _SETS_UP and not is_compound)
         stays = stays or is_loop or not self._can_move(statement) or self._counts_in(statement)
         if launches and stays:
-            return "mixed" if is_compound else "stays"
+            return "mixed" if is_compound else "fixed"
         if launches:
             return "captured"
         acts = any(name not in _HARMLESS and not name[:1].isupper() for name in called)
@@ -326,12 +327,9 @@ class _Function:
             if leaves or isinstance(part, _STAYING) or _names_itself(part):
                 return False
         uses = _Uses(statement.nodes)
-        return not uses.attributes - {*uses.stores} - self._made_here(uses.attributes)
-
-    def _made_here(self, names: Set[str]) -> set[str]:
-        """Tensors, whose items may be written to in a graph; not `self`, and no other object that is not known."""
+        # items of a tensor may be written to in a graph: of a local name, not of `self` or another object that is given
         given = {one.arg for one in self.node.args.args} if isinstance(self.node, ast.FunctionDef) else set()
-        return {name for name in names if name in self._local and name not in given}
+        return all(name in uses.stores or (name in self._local and name not in given) for name in uses.attributes)
 
     def _counts_in(self, statement: Statement) -> bool:
         """Whether it reads a number that differs from iteration to iteration, or decides by one."""
@@ -363,7 +361,7 @@ class _Function:
                     break
                 region.captured += [*waiting, one]
                 region.before, region.after, waiting, end = [*before], [*after], [], place + 1
-            elif not _moves(one):
+            elif kinds[place] in ("mixed", "fixed") or not _moves(one):
                 break
             elif all(self._independent(one, other, []) for other in (*passed, *after)):
                 before.append(one)

@@ -42,11 +42,18 @@ class StepCall:
         return self.spec, *map(_kind, self.leaves)
 
     def run(self, step: Callable[..., Any], tensors: list[Tensor] | None = None) -> Any:
-        """With its own tensors, or with others in their place."""
-        others = iter(self.tensors if tensors is None else tensors)
+        """As it was made, or with other tensors in their place."""
+        if tensors is None:
+            return step(*self.given[0], **self.given[1])
+        others = iter(tensors)
         leaves = [next(others) if isinstance(one, Tensor) else one for one in self.leaves]
         arguments, options = tree_unflatten(leaves, self.spec)
         return step(*arguments, **options)
+
+    def changed(self) -> bool:
+        """Whether the step has put something into a list or a dict among its arguments, or taken it out."""
+        leaves, spec = tree_flatten(self.given)
+        return spec != self.spec or any(map(operator.is_not, leaves, self.leaves))
 
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""

@@ -152,6 +152,8 @@ class Rehearsal:
         distributed = [type(one).__name__ for one in self.participants.modules if _talks_to_other_ranks(one)]
         if distributed:
             self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
+        elif call.changed():
+            self.finding = "it changes a list or a dict among its arguments, where a replay does nothing"
         return returned if self.finding else self._result(returned, gradients)
 
     def _result(self, returned: Any, gradients: Gradients) -> Any:
