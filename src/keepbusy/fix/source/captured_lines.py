@@ -302,8 +302,8 @@ class _Function:
     def _kind(
         self, statement: Statement, launching: Iterable[int], staying: Iterable[int], loops: Collection[int]
     ) -> str:
-        """captured, neutral (may stand among those), or one that stays. Parts of such a one may be captured (mixed). One
-        that launches itself keeps its place (fixed): it may draw random numbers."""
+        """captured, neutral (may stand among those), or one that stays. Parts of such a one may be captured (mixed).
+        One that launches itself keeps its place (fixed): it may draw random numbers."""
         is_compound = any(hasattr(node, "body") for node in statement.nodes)
         launches = statement.has(launching)
         is_loop = any(isinstance(node, _LOOPS) and node.lineno in loops for node in statement.nodes)
