@@ -212,7 +212,9 @@ class Scene:
         spans, frames = self.timeline.spans, self.timeline.frames
         work = (spans.kind == Kind.WORK) & ~self.by_workers & (self.loader_frame == NONE)
         call = self._outermost_call()
-        lasting = np.append(frames.end - frames.start, 0)[call] >= CALL_OF_ITS_OWN
+        # of sampled steps a call may begin at the end of one whose next step is not there
+        took = np.bincount(call + 1, spans.end - spans.start, len(frames) + 1)
+        lasting = took[call + 1] >= CALL_OF_ITS_OWN
         lasting &= (self.caller != Owner.TORCH) | (self._operator != NONE)  # clearing gradients, setting a mode
         long = (spans.work >= HEAVY) & ~self._belongs_to_launches()
         return work & (long | ((call != NONE) & lasting) | self._round_trip())

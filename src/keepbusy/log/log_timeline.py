@@ -324,16 +324,11 @@ class LogTimeline:
         ]
         gap_chain = self._open_between(events, gaps)
         lengths = np.array([len(chain) for chain in self._chains.known], np.int64)
-        # a call is made from where the thread was just before it, also where the call before came from another line
-        shared = events.shared.astype(np.int64)
-        exact = np.array([stay.event for stay in stays if stay.is_exact], np.int64)
-        np.maximum.at(shared, gaps, lengths[gap_chain])
-        np.maximum.at(shared, exact, lengths[events.lines[exact]])
         visits = Visits(
             chain=np.concatenate([gap_chain, stay_chain, events.chain[calls]]),
             start=starts.astype(np.int64),
             end=ends.astype(np.int64),
-            shared_at_most=np.concatenate([events.shared[gaps], stay_shared, shared[calls]]),
+            shared_at_most=np.concatenate([lengths[gap_chain], stay_shared, events.shared[calls]]),
             is_exact=np.concatenate(are_exact),
         )
         call_kind = np.select(
