@@ -196,6 +196,10 @@ def test_what_launches_and_has_to_stay_keeps_its_place() -> None:
     assert "out = captured_train(model, x)\n        self.noise = torch.randn_like(x)\n        captured_train_2(" in new
 
 
+def test_lines_that_other_fixes_have_changed_are_no_longer_there() -> None:
+    assert edited("def train(x):\n    return x\n", "graph", [], CapturedLines("train.py", "train", (), (1,))) is None
+
+
 def test_little_is_not_worth_a_graph() -> None:
     told = CapturedLines("train.py", "train", ((3, 2), (4, 3)), ())
     assert edited("def train(x):\n    while x:\n        y = x + 1\n        x = y * 2\n", "graph", [], told) is None

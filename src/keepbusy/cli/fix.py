@@ -339,6 +339,7 @@ def _wait(child: subprocess.Popen[bytes], what: str, about: str) -> None:
 
 def _edited(planned: PlannedFix, way: str, held: dict[str, str], loops: Sequence[str] = ()) -> dict[str, str]:
     """The files that this fix changes, on top of those that are changed already: the user's own, no library's."""
+    from keepbusy.explain.diagnosis import Where
     from keepbusy.fix.source.source_edits import edited, moved_lines
 
     changed: dict[str, str] = {}
@@ -357,10 +358,7 @@ def _edited(planned: PlannedFix, way: str, held: dict[str, str], loops: Sequence
                 launching=tuple((moved[line], count) for line, count in captured.launching if line in moved),
                 staying=tuple(moved[line] for line in captured.staying if line in moved),
             )
-        here = [
-            int(line) for at in loops for name, _, line in [at.rpartition(":")] if name == file and line.isdecimal()
-        ]
-        begins = [moved[line] for line in here if line in moved]
+        begins = [moved[at.line] for at in map(Where.of, loops) if at.file == file and at.line in moved]
         new = edited(now, way, [moved[line] for line in lines if line in moved], captured, begins)
         if new is not None:
             changed[file] = new

@@ -88,7 +88,7 @@ def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collect
         tree = ast.parse(wrapper.module.code)
     except (SyntaxError, ValueError):
         return None
-    function = _function_at(tree, lines)
+    function = _function_at(tree, lines) if lines.launching else None  # other fixes may have changed all of them
     if function is None:
         return None
     regions = sorted(function.regions(lines, loops), key=lambda one: one.captured[0].first)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import operator
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -376,7 +375,7 @@ def _no_cached_casts() -> Iterator[None]:
 @contextmanager
 def _no_argument_checks() -> Iterator[None]:
     """Those of `torch.distributions` read the GPU. The eager calls before have made them."""
-    kind: Any = sys.modules["torch.distributions"].Distribution
+    kind: Any = torch.distributions.Distribution
     checks = kind._validate_args
     kind.set_default_validate_args(False)
     try:

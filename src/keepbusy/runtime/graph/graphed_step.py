@@ -440,6 +440,8 @@ class Graphed(Generic[P, R]):
         graphed = self._bound.get(key)
         if graphed is None:
             if len(self._bound) >= GRAPHS_PER_STEP:
+                for one in self._bound.values():
+                    one.release()
                 self._bound.clear()
                 self._give_up("it is given other objects again and again; pass it tensors, and what stays the same")
                 return self._eager(*arguments, **options)
@@ -471,13 +473,19 @@ class Graphed(Generic[P, R]):
         try:
             returned = graphs.run((arguments, options))
         except Uncapturable as reason:
-            graphs.release()
+            self.release()
             self._give_up(str(reason))
             return self._eager(*arguments, **options)
         if graphs.finding:
-            graphs.release()
+            self.release()
             self._give_up(graphs.finding)
         return returned
+
+    def release(self) -> None:
+        """Further calls are eager, and the optimizers as the user made them."""
+        if self._call == self._replay:
+            self._graphs.release()
+        self._call = self._eager
 
     def _give_up(self, reason: str) -> None:
         self._warn(f"eagerly: {reason}")

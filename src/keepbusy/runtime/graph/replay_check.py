@@ -26,8 +26,6 @@ COMPARED_FIRST = 3
 """So many replays of a graph are compared with an eager call, and from then on each whose number is a power of two."""
 AS_FAR = 8
 """Where sums come out differently each time, two of them may be this much further apart than two others."""
-ROUNDING = 1e-5
-"""Of a tensor's largest number: differences up to here may be those of sums in another order."""
 SAVED_ALWAYS = 1 << 16
 """Bytes of a tensor that is saved for each comparison, whether it was seen to change or not: PyTorch does not count
 every write, and a counter such as GradScaler's may keep its value at first."""
@@ -197,11 +195,6 @@ def _compared(
             differing = [place for place in differing if not _varies(place, replayed, made, again, spread)]
             if not differing:
                 break
-        if differing and all(_is_rounding(place, replayed, made) for place in differing):
-            # replays may agree where two eager calls do not: other algorithms, sums in another order
-            before.restore()
-            again = Outcome(run(), tensors, leaves, is_kept=False)
-            differing = [place for place in differing if not _varies(place, made, replayed, again, {})]
         after.restore()
     if not differing:
         captured.take_gradients()
@@ -245,12 +238,6 @@ def _varies(place: int, replayed: Outcome, made: Outcome, again: Outcome, spread
         return True
     spread[place] = max(spread.get(place, 0.0), _distance(first, other))
     return _distance(first, eager) <= AS_FAR * spread[place]
-
-
-def _is_rounding(place: int, replayed: Outcome, made: Outcome) -> bool:
-    """Whether they are so close that numbers of the host, drawn anew, can be no reason."""
-    value, other = made.named[place][1], replayed.named[place][1]
-    return isinstance(value, Tensor) and _distance(value, other) <= ROUNDING * float(value.detach().abs().max())
 
 
 def _distance(one: Any, other: Any) -> float:
