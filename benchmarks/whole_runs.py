@@ -6,7 +6,7 @@ PROGRAMS.json lists them: [{"name", "folder" (beside that file), "command": ["py
 [{"fix":
 "num_workers", "options": ["-j", "{}"], "edits": [[file, text, its replacement], ...]}, ...]}, ...]. What is made is the
 first of `made` whose name the plan's first row begins with; `{}` is what stands behind that row's equals sign. A file
-`prepare.sh` in a program's folder is sourced first. With --fix each also runs under `keepbusy run --fix`. Plain runs
+`prepare.sh` in a program's folder is sourced first. With --fix each also runs under `keepbusy run --fix`, by the plan of that run. Plain runs
 stand first and last. What a program prints of its losses is found by the pattern `shown`: numbers that two plain runs
 agree about must be the same in each other run.
 """
@@ -79,9 +79,9 @@ class Program:
             )
             said = json.loads(explained.stdout) if explained.returncode == 0 else {"plan": []}
             found["run"], found["first"] = said.get("run"), (said["plan"] or [None])[0]
+            if with_fix:
+                found["fix"] = self.run("fix", [*KEEPBUSY, "run", "--fix", "--against", str(kept), *self.command[1:]])
             found["made"] = self.make(found["first"]) if found["first"] else None
-        if with_fix:
-            found["fix"] = self.run("fix", [*KEEPBUSY, "run", "--fix", *self.command[1:]])
         found["plain"].append(self.run("plain_again", self.command))
         found["losses"] = {
             which: apart(self.losses("plain"), self.losses(which)) for which in ("plain_again", "watched", "fix")

@@ -593,6 +593,12 @@ def _rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Comma
     return verdict.render(diagnosis, commands, shape.width, colour=shape.colour, unicode=shape.unicode)
 
 
+def rendered_fixed(diagnosis: Diagnosis, fixed: list[str], commands: Commands, shape: Screen) -> str:
+    from keepbusy.report import verdict
+
+    return verdict.render_fixed(diagnosis, fixed, commands, shape.width, colour=shape.colour, unicode=shape.unicode)
+
+
 def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = None) -> str:
     from keepbusy.report import as_json, terminal
 

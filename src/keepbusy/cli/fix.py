@@ -32,7 +32,6 @@ from keepbusy.cli import (
     program_in,
     whole_number,
 )
-from keepbusy.instrument.lines import USER, kind_of
 from keepbusy.instrument.processes import make_folder
 from keepbusy.report import words
 from keepbusy.timeline.figures import duration
@@ -40,7 +39,7 @@ from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.run_facts import ran_nothing
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import CapturedLines, Diagnosis, PlannedFix, Where
+    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
     from keepbusy.fix.source.proof import RunResults
 
 EXAMPLES = """\
@@ -122,7 +121,9 @@ class Attempt(NamedTuple):
 
     def on_top_of(self, held: dict[str, str]) -> dict[str, str]:
         """The sources that hold, with this one."""
-        return held | _edited(self.planned, self.way, held, self.loops)
+        from keepbusy.fix.source.planned_edits import edited_files
+
+        return held | edited_files(self.planned, self.way, held, self.loops)
 
 
 class FixSearch:
@@ -187,10 +188,11 @@ class FixSearch:
         return {} if candidate == self.held or candidate in self._vain else candidate
 
     def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
+        from keepbusy.fix.source.planned_edits import changed_at
         from keepbusy.fix.source.source_edits import where_results_differ
 
         planned, way, loops = attempt
-        where = _changed_at(self.held, candidate) or planned.where
+        where = changed_at(self.held, candidate) or planned.where
         try:
             now = self._runs.tried(candidate, what)
             told = self._runs.proven(planned, way, self._own, (self.held, self._last), now)
@@ -299,11 +301,14 @@ class CandidateRuns:
         return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
 
     def _run(self, sources: dict[str, str], folder: Path, what: str, about: str) -> None:
+        from keepbusy.fix.source.from_plan import origins_of
+        from keepbusy.fix.source.planned_edits import source_of
         from keepbusy.fix.source.proof import ASKED
 
         kept, asked = folder / "run.busy", folder / "asked.json"
-        resolved = {str(Path(file).resolve()): source for file, source in sources.items()}
-        asked.write_text(json.dumps({"sources": resolved, "witness": str(folder)}), encoding="utf-8")
+        whole = {str(Path(file).resolve()): source for file, source in sources.items()}
+        origins = {file: origins_of(source, source_of(file)) for file, source in whole.items()}
+        asked.write_text(json.dumps({"sources": whole, "origins": origins, "witness": str(folder)}), encoding="utf-8")
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             child = subprocess.Popen(
                 [sys.executable, "-m", "keepbusy", "run", "--save", str(kept), *self._command],
@@ -337,63 +342,6 @@ def _wait(child: subprocess.Popen[bytes], what: str, about: str) -> None:
             sys.stderr.write("\r\x1b[K")
 
 
-def _edited(planned: PlannedFix, way: str, held: dict[str, str], loops: Sequence[str] = ()) -> dict[str, str]:
-    """The files that this fix changes, on top of those that are changed already: the user's own, no library's."""
-    from keepbusy.explain.diagnosis import Where
-    from keepbusy.fix.source.source_edits import edited, moved_lines
-
-    changed: dict[str, str] = {}
-
-    def change(file: str, lines: Sequence[int], captured: CapturedLines | None = None) -> None:
-        if not file.endswith(".py") or not Path(file).is_file() or kind_of(file) != USER:
-            return
-        try:
-            own = _source(file)
-        except UnicodeDecodeError:  # it names another encoding, as few do
-            return
-        now = changed.get(file, held.get(file, own))
-        moved = moved_lines(own, now)
-        if captured is not None:
-            captured = captured._replace(
-                launching=tuple((moved[line], count) for line, count in captured.launching if line in moved),
-                staying=tuple(moved[line] for line in captured.staying if line in moved),
-            )
-        begins = [moved[at.line] for at in map(Where.of, loops) if at.file == file and at.line in moved]
-        new = edited(now, way, [moved[line] for line in lines if line in moved], captured, begins)
-        if new is not None:
-            changed[file] = new
-
-    if way == "graph":
-        for captured in planned.captured:
-            change(captured.file, [], captured)
-        return changed
-    files: dict[str, list[int]] = {}
-    for where in planned.where:
-        files.setdefault(where.file, []).append(where.line)
-    for file, lines in files.items():
-        change(file, lines)
-    return changed
-
-
-def _source(file: str) -> str:
-    """With the ends of its lines as they are, which a diff has to keep."""
-    return Path(file).read_bytes().decode()
-
-
-def _changed_at(held: dict[str, str], candidate: dict[str, str]) -> list[Where]:
-    """The places where a candidate changes the sources that hold, as the user's files number their lines."""
-    from keepbusy.explain.diagnosis import Where
-    from keepbusy.fix.source.source_edits import changed_lines, moved_lines
-
-    places = []
-    for file in (one for one in candidate if candidate[one] != held.get(one)):
-        own = _source(file)
-        now = held.get(file, own)
-        moved = moved_lines(now, own)
-        places += [Where(file=file, line=moved[at]) for at in changed_lines(now, candidate[file]) if at in moved]
-    return places
-
-
 def _told(fix: str, where: Sequence[Where], what: str) -> str:
     return f"\n{words.fix(fix)} at {_listed(where)}\n  {what}\n"
 
@@ -415,6 +363,7 @@ def _listed(where: Sequence[Where]) -> str:
 
 def _diffs(held: dict[str, str]) -> Iterator[str]:
     """Named from this folder on, or from one above it that holds all files: `patch` takes no names from above."""
+    from keepbusy.fix.source.planned_edits import source_of
     from keepbusy.fix.source.source_edits import lines_of
 
     here = Path.cwd()
@@ -423,7 +372,7 @@ def _diffs(held: dict[str, str]) -> Iterator[str]:
     for file, source in held.items():
         name = whole[file].relative_to(shared).as_posix()
         yield "\n"
-        for line in difflib.unified_diff(lines_of(_source(file)), lines_of(source), f"a/{name}", f"b/{name}"):
+        for line in difflib.unified_diff(lines_of(source_of(file)), lines_of(source), f"a/{name}", f"b/{name}"):
             yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
     if shared != here:
         yield f"\nthe diff names files from {shared} on: `patch -p1 -d {shared}` takes it\n"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -26,26 +27,29 @@ from keepbusy.cli import (
     fixing,
     handed_on,
     hint_at_own_options,
+    line_of,
     listed,
     need_pytorch,
     program,
     program_in,
     rendered,
     rendered_comparison,
+    rendered_fixed,
     save,
     sentence_of,
+    where_it_ran,
     write_page,
 )
-from keepbusy.instrument.lines import set_launcher
-from keepbusy.instrument.processes import follow_with
+from keepbusy.fix.source import rewritten_run
+from keepbusy.instrument.lines import set_launcher, shown
+from keepbusy.instrument.processes import follow_with, make_folder
 from keepbusy.instrument.script import flush
 from keepbusy.timeline import last_run
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import ran_nothing
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
-    from keepbusy.fix.live.live_fixes import LiveFixes
+    from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.report.verdict import Commands
     from keepbusy.timeline.model import Timeline
 
@@ -111,43 +115,43 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fix",
         action="store_true",
-        help="apply the fixes that are safe while the program runs, and measure what they save",
+        help="run the program with the fixes of its last run's plan, made in memory: no file changes",
     )
     parser.add_argument(
         "--without",
         type=listed,
         metavar="FIXES",
         default=(),
-        help="leave these out: copies,late_numbers,draws,workers,foreach,graph,syncs,cache,garbage",
+        help="leave these out: graph,prefetch,readback,... as the plan names them",
     )
     parser.add_argument(
         "--also",
         type=listed,
         metavar="FIXES",
         default=(),
-        help="these, too, whose values differ by rounding: fused,gradients",
+        help="these, too, whose results may differ: fuse_optimizer,accumulate,keep_shapes,num_workers",
     )
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
     """Ends with the program's own exit code, so it does not come back when that is not 0."""
+    options.began = time.time()
     set_launcher()
     options.text = _text(options)
     if options.text is None:
         options.script, options.arguments = program_in(options)
     _check_files(options)
     need_pytorch("`keepbusy run`")
-    if options.fix or options.without or options.also:
-        from keepbusy.fix.live.live_fixes import chosen
-
-        options.fixes = chosen(options.without, options.also)
+    options.rewriting = _rewriting(options) if options.fix else None
     real = options.on == "auto" and program.is_possible()
     _refuse_contradictions(options, real)
     if options.ranks > 1 and not options.alike:
-        sys.exit(program.launch(options.ranks, _command(options)))
+        rewriting = {rewritten_run.FILE: str(options.rewriting)} if options.fix else {}
+        sys.exit(program.launch(options.ranks, _command(options), rewriting))
     program.meet()  # before any rank ends: what nobody has entered is stale
     if not options.quiet and program.rank() == 0:  # a verb that starts a run asks for a quiet one
-        last_run.forget()
+        if not options.fix:  # the next run with fixes takes its plan from the same one
+            last_run.forget()
         if options.text is None:
             hint_at_own_options(options, add_arguments)
     streams = program.StandardStreams()
@@ -155,7 +159,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         program.run_supervised(
             options,
             streams,
-            lambda: _program(options, streams),
+            lambda: _program(options),
             lambda timeline: _report(timeline, options, streams),
             lambda timeline: keepbusy.explain(timeline, None, options.what_if, options.workers),
         )
@@ -205,12 +209,8 @@ def _refuse_contradictions(options: argparse.Namespace, real: bool) -> None:
         raise BadInput(f"--ranks {options.ranks} is more than one machine starts; if all do the same, add --alike.")
 
 
-def _program(
-    options: argparse.Namespace, streams: program.StandardStreams, timeline: Callable[..., Timeline] | None = None
-) -> int:
-    """`timeline`: of the run so far, on a virtual GPU.
-
-    Where the result is JSON, standard output is the result's alone, also for children and native code."""
+def _program(options: argparse.Namespace) -> int:
+    """Where the result is JSON, standard output is the result's alone, also for children and native code."""
     from keepbusy.instrument import script
 
     if options.json:
@@ -220,7 +220,8 @@ def _program(
         be_candidate()
         follow_with(be_candidate)
     if options.fix:
-        _fix(options, streams, timeline)
+        be_rewritten(str(options.rewriting))
+        follow_with(be_rewritten, path=str(options.rewriting))
     if options.text is not None:
         return script.run_text(options.text, options.arguments)
     return (script.run_module if options.module else script.run_file)(options.script, options.arguments)
@@ -234,49 +235,75 @@ def be_candidate() -> None:
     proof.begin(MACHINE.peek, lambda: program.rank() if MACHINE.rank is None else MACHINE.rank)
 
 
-def _fix(
-    options: argparse.Namespace, streams: program.StandardStreams, timeline: Callable[..., Timeline] | None
-) -> None:
-    """From here on. What was done is told once the program has ended, before the report."""
-    from keepbusy.fix.live.live_fixes import LiveFixes, be_rank
-    from keepbusy.instrument.processes import RunFolder
+def be_rewritten(path: str) -> None:
+    """In this process, and in those that the program spawns."""
+    rewritten_run.begin(Path(path), program.rank())
 
-    fixes, folder = LiveFixes(options.fixes), RunFolder()
-    fixes.begin()
-    follow_with(be_rank, names=options.fixes, left=lambda: str(folder.path()))
 
-    def tell() -> None:
-        flush()
-        if _failure() and not any(one.done for one in fixes.switches):
-            return  # why nothing was fixed has been said
-        told = fixes.told(_plan_without(fixes, options, timeline))
-        if ranks := folder.files("fixed*.txt"):
-            told = (
-                f"{ranks[0].read_text(encoding='utf-8')}\n\nin one of {len(ranks)} processes that the program spawned"
+def _rewriting(options: argparse.Namespace) -> Path:
+    """A file that says what the plan of the last run, or of `--against`, makes of the program's sources."""
+    if given := os.environ.pop(rewritten_run.FILE, ""):
+        return Path(given)
+    if options.text is not None:
+        raise BadInput(
+            "--fix changes the program's file in memory, and this program is in none; save it, and name the file."
+        )
+    if find_spec("libcst") is None:
+        raise BadInput("`keepbusy run --fix` needs LibCST: `pip install libcst`.")
+    path = make_folder() / "rewriting.json"
+    before = options.against or last_run.place()
+    if before is None or not before.is_file():
+        raise BadInput(
+            f"--fix takes its plan from a recorded run, and there is none; record one first: `{_plainly(options)}`."
+        )
+    _aside(lambda: _rewrite(options, before, path))
+    return path
+
+
+def _plainly(options: argparse.Namespace) -> str:
+    """The command that records the program as it is."""
+    return shlex.join(["keepbusy", "run", *_to_run_again(options)])
+
+
+def _aside(work: Callable[[], None]) -> None:
+    """In a child process: what it imports, the program does not find imported."""
+    flush()
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except Exception as error:
+            sys.stderr.write(line_of(sentence_of(error)))
+            os._exit(2)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        sys.exit(code)
+
+
+def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
+    from keepbusy.fix.source.from_plan import check_names, rewriting_of
+    from keepbusy.timeline.busy_file import load
+
+    check_names(options.without, options.also)
+    timeline = load(before)
+    facts = timeline.facts
+    recorded, asked = Path(facts.folder, facts.source).resolve(), Path(options.script).resolve()
+    again = _plainly(options)
+    if recorded != asked and (not options.module or facts.source != options.script):
+        raise BadInput(
+            f"--fix takes its plan from a recorded run of this program, and {before.name} is a run of {facts.named}; "
+            f"record one first: `{again}`."
+        )
+    diagnosis = keepbusy.explain(timeline, None, (), options.workers)
+    with where_it_ran(diagnosis):
+        made = rewriting_of(diagnosis, options.without, options.also)
+    for file in made.sources:
+        if Path(file).stat().st_mtime > before.stat().st_mtime:
+            raise BadInput(
+                f"{shown(file)} has changed since the run that --fix takes its plan from; record it again: `{again}`."
             )
-        if options.json:
-            sys.stderr.write(f"{told}\n")
-        elif told:
-            streams.show("\n", told, "\n")
-
-    atexit.register(tell)
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(tell))
-
-
-def _plan_without(
-    fixes: LiveFixes, options: argparse.Namespace, timeline: Callable[..., Timeline] | None
-) -> tuple[PlannedFix, ...]:
-    """The plan of the program without fixes: of a run before, else of those turns of this one that had none."""
-    from keepbusy.timeline.steps import from_mark
-
-    with suppress(BadInput):
-        if options.before is not None:
-            return keepbusy.explain(options.before, None, (), options.workers).plan
-        if timeline is not None and fixes.trial is not None and fixes.result is not None and program.world() == 1:
-            whole, turns = timeline(source=options.script), fixes.result.plain_turns
-            if 0 <= fixes.trial.turns - len(whole.marks) <= 1:  # after the last turn nothing may have followed
-                return keepbusy.explain(from_mark(whole, turns.start, turns.stop)).plan
-    return ()
+    made.save(path)
 
 
 def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> NoReturn:
@@ -322,7 +349,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     if options.values == "real" and streams.complains_to_terminal and not options.quiet:
         tell_slow_values(MACHINE.clock.first_thread, streams.complain, over)
     try:
-        code = _program(options, streams, timeline)
+        code = _program(options)
     finally:
         over.set()
         MACHINE.end()
@@ -367,16 +394,24 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         return
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
-    text = rendered(diagnosis, options, _commands(options, diagnosis, last_run.keep(timeline)), streams.screen)
+    commands = _commands(options, diagnosis, _keep(timeline, options))
+    fixed = rewritten_run.told(options.rewriting, diagnosis) if options.fix else []
+    if fixed and not options.json and not options.full:
+        text = rendered_fixed(diagnosis, fixed, commands, streams.screen)
+    else:
+        text = rendered(diagnosis, options, commands, streams.screen)
+        if options.json:
+            streams.note(*fixed)
+        else:
+            text = "\n".join([text, *[""] * bool(fixed), *fixed])
     if options.before is not None:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
 
 
-def _failure() -> str:
-    """The name of the error that ended the program in this process, whose traceback has been shown; "" without one."""
-    error = getattr(sys, "last_value", None)
-    return type(error).__name__ if error is not None else ""
+def _keep(timeline: Timeline, options: argparse.Namespace) -> bool:
+    """Whether it is the last run from now on. One with fixes is not: they are made by the plan of one without."""
+    return not options.fix and last_run.keep(timeline, options.began)
 
 
 def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: program.StandardStreams) -> str:

@@ -52,6 +52,17 @@ def render(
     return laid_out(shown, WITHOUT_END, colour, unicode, links=colour)
 
 
+def render_fixed(
+    diagnosis: Diagnosis, fixed: list[str], commands: Commands, width: int, *, colour: bool, unicode: bool
+) -> str:
+    """Of a run with fixes: what it was, and what they did. A plan of what is left is that of the next plain run."""
+    width = min(width, WIDTH)
+    why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
+    first = [*cut_short(diagnosis, width), header(diagnosis, width), Text(), *why, Text()]
+    below = next_commands(commands._replace(fix_now="", write_fix=commands.write_fix), width, side_by_side=True)
+    return laid_out([*first, *map(Text, fixed), Text(), *below], WITHOUT_END, colour, unicode, links=colour)
+
+
 def lines(diagnosis: Diagnosis, commands: Commands, width: int) -> list[Text]:
     """One text a line. If there are too many, fewer fixes are listed, and commands stand side by side."""
     rows = run_report.planned_rows(diagnosis)

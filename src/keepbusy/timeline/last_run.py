@@ -20,14 +20,16 @@ def place() -> Path | None:
     return Path(caches) / "keepbusy" / "last.busy"
 
 
-def keep(timeline: Timeline) -> bool:
-    """Whether the run could be kept: a full disk or a read-only home costs nobody their report."""
+def keep(timeline: Timeline, began: float) -> bool:
+    """Whether the run could be kept: a full disk or a read-only home costs nobody their report. The file bears the time
+    at which the run began, so that sources which changed later are known."""
     path = place()
     if path is None:
         return False
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         busy_file.save(timeline, path)
+        os.utime(path, (began, began))
         return True
     return False
 

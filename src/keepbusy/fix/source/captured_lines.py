@@ -31,6 +31,8 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keepbusy.explain.diagnosis import CapturedLines
 
+CAPTURED = "captured_"
+"""What the names of the functions begin with."""
 FEWEST_LAUNCHES = 8
 """As many as `explain.capture` asks for."""
 _BLOCKS = ("body", "orelse", "finalbody")
@@ -97,7 +99,7 @@ def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collect
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     taken |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for region in regions:
-        base = name = f"captured_{getattr(function.node, 'name', 'step').strip('_')}"
+        base = name = f"{CAPTURED}{getattr(function.node, 'name', 'step').strip('_')}"
         number = 1
         while name in taken:
             number += 1

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import atexit
 import json
-import linecache
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
-from keepbusy.instrument import script
+from keepbusy.fix.source.in_memory import StandIns
 from keepbusy.instrument.patches import Function, Patches, when_imported
 
 if TYPE_CHECKING:
@@ -39,26 +36,8 @@ def begin(peek: Peek, rank: Callable[[], int]) -> None:
     The same in processes that the program spawns: each says at its end which rank it was.
     """
     asked = json.loads(Path(os.environ[ASKED]).read_text(encoding="utf-8"))
-    sources: dict[str, str] = asked["sources"]
-
-    def compiled(source: bytes, path: str) -> CodeType:
-        candidate = sources.get(str(Path(path).resolve()), "")
-        if candidate:  # also for who reads source by its lines, as Python's tracebacks and we do to find loops
-            linecache.cache[path] = len(candidate), None, candidate.splitlines(keepends=True), path
-        return script.COMPILE[0](candidate.encode() or source, path)
-
-    def reading(plain: Function) -> Function:
-        def get_code(loader: Any, name: str) -> CodeType | None:
-            path = loader.get_filename(name)
-            if str(Path(path).resolve()) in sources:
-                return compiled(b"", path)
-            return plain(loader, name)
-
-        return get_code
-
-    script.COMPILE.append(compiled)
+    StandIns(asked["sources"], asked["origins"]).begin()
     patches = Patches()
-    patches.replace(SourceFileLoader, "get_code", reading)
     random.seed(0)
     when_imported("numpy", lambda: sys.modules["numpy"].random.seed(0))
     witness = _Witness(peek)

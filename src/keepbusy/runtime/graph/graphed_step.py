@@ -395,6 +395,9 @@ def graph(step: Callable[P, R]) -> Graphed[P, R]:
 class Graphed(Generic[P, R]):
     """Called like the step. What it returns is the caller's to keep: no later call changes it."""
 
+    warns = True
+    """Whether a warning says why calls are eager."""
+
     def __init__(self, step: Callable[P, R]) -> None:
         functools.update_wrapper(self, step)
         self._step = step
@@ -407,6 +410,10 @@ class Graphed(Generic[P, R]):
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
         return self._call(*arguments, **options)
+
+    @property
+    def calls(self) -> int:
+        return self._tally.total()
 
     @property
     def replays(self) -> int:
@@ -493,7 +500,8 @@ class Graphed(Generic[P, R]):
 
     def _warn(self, what: str) -> None:
         self._why = f"keepbusy.graph runs {self._name} {what}"
-        warnings.warn(self._why, stacklevel=depth_of_user())
+        if self.warns:
+            warnings.warn(self._why, stacklevel=depth_of_user())
 
 
 class LearningRates:

@@ -1,0 +1,91 @@
+"""What the plan of a recorded run makes of a program's sources, for `keepbusy run --fix`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
+from keepbusy.fix import ASKED
+from keepbusy.fix.source.planned_edits import captured_at, changed_at, edited_files, origins_of, source_of
+from keepbusy.fix.source.source_edits import edit_of, ways_of
+from keepbusy.report import words
+from keepbusy.timeline.files import BadInput
+
+
+@dataclass
+class Rewriting:
+    """By whole paths, what is to stand in files and which of their own lines these lines are; what was written, and
+    what was not."""
+
+    sources: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, list[int]] = field(default_factory=dict)
+    written: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    step: int = 0
+    """Of the recorded run, an iteration of its loop."""
+    loop: str = ""
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def check_names(without: Sequence[str], also: Sequence[str]) -> None:
+    from keepbusy.fix import IN_THE_SOURCE
+
+    known = sorted({way for ways in IN_THE_SOURCE.values() for way in ways})
+    for name in (*without, *also):
+        if name not in known:
+            raise BadInput(f"Unknown fix {name!r}. Known fixes: {', '.join(known)}.")
+
+
+def rewriting_of(diagnosis: Diagnosis, without: Sequence[str] = (), also: Sequence[str] = ()) -> Rewriting:
+    """The fixes of the plan in its order, each on top of those before it. One whose results may differ is made only
+    where it is named in `also`; a graph, which checks itself as it runs, always."""
+    made, held = Rewriting(step=diagnosis.plain_step, loop=diagnosis.loop), dict[str, str]()
+    loops = diagnosis.loop, *(one.loop for one in diagnosis.plan if one.loop)
+    for planned in diagnosis.plan:
+        ways = [way for way in ways_of(planned.fix) if _name(way) not in without]
+        changes = [(way, held | edited_files(planned, way, held, loops)) for way in ways]
+        changes = [(way, sources) for way, sources in changes if sources != held]
+        allowed = [one for one in changes if _name(one[0]) not in ASKED or _name(one[0]) in also]
+        if allowed:
+            way, sources = allowed[0]
+            places = captured_at(held, sources) if way == "graph" else changed_at(held, sources)
+            where = places or planned.where
+            made.written.append(f"{words.fix(way)} at {', '.join(_stretches(where))}")
+            held = sources
+        elif ways:
+            made.left.append(
+                f"{words.fix(planned.fix)} at {planned.where[0]}: {_why(planned, [way for way, _ in changes])}"
+            )
+    for file, source in held.items():
+        whole = str(Path(file).resolve())
+        made.sources[whole], made.origins[whole] = source, origins_of(source, source_of(file))
+    return made
+
+
+def _name(way: str) -> str:
+    """`num_workers` of `num_workers=8 without persistent_workers`."""
+    return way.partition("=")[0].partition(" ")[0]
+
+
+def _why(planned: PlannedFix, ways: Sequence[str]) -> str:
+    """Why it was not made."""
+    if not ways:
+        return f"by hand: {planned.code or planned.advice}"
+    edit = edit_of(ways[0])
+    because = f", for {edit.why}" if edit and edit.why else ""
+    return f"results may differ{because}; `--also {_name(ways[0])}` makes it"
+
+
+def _stretches(where: Sequence[Where]) -> Iterator[str]:
+    """`train.py:31-38`."""
+    for file, places in groupby(sorted(where, key=lambda one: (one.file, one.line)), lambda one: one.file):
+        lines = [one.line for one in places]
+        for _, group in groupby(enumerate(lines), lambda one: one[1] - one[0]):
+            stretch = [line for _, line in group]
+            yield f"{file}:{stretch[0]}" + (f"-{stretch[-1]}" if stretch[1:] else "")

@@ -1,0 +1,69 @@
+"""A program that runs with its fixes, in memory: what its processes are given, and what they leave for the report."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepbusy.fix.source.in_memory import StandIns
+from keepbusy.instrument.patches import Function, Patches, when_imported
+from keepbusy.timeline.figures import change, transition
+
+if TYPE_CHECKING:
+    from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.runtime.graph.graphed_step import Graphed
+
+FILE = "KEEPBUSY_REWRITING"
+"""Names the file of a `Rewriting`, for ranks that are started."""
+
+
+def begin(path: Path, rank: int) -> None:
+    """In a process of the program, before it. Its graphs say how they were used when it ends, and warn of nothing: what
+    the program's user sees on its streams is the program's."""
+    made = json.loads(path.read_text(encoding="utf-8"))
+    StandIns(made["sources"], made["origins"]).begin()
+    graphs: list[Graphed[..., Any]] = []
+    when_imported("keepbusy.runtime.graph.graphed_step", lambda: _follow(graphs))
+
+    def leave() -> None:
+        if any(graph.calls for graph in graphs):
+            text = "\n".join(graph.report() for graph in graphs if graph.calls)
+            path.with_name(f"graphs{rank:06}.{os.getpid():010}.txt").write_text(text, encoding="utf-8")
+
+    atexit.register(leave)
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(leave))
+
+
+def _follow(graphs: list[Graphed[..., Any]]) -> None:
+    graphed_step = sys.modules["keepbusy.runtime.graph.graphed_step"]
+    vars(graphed_step)["Graphed"].warns = False
+
+    def making(plain: Function) -> Function:
+        def graph(step: Function) -> Graphed[..., Any]:
+            made: Graphed[..., Any] = plain(step)
+            graphs.append(made)
+            return made
+
+        return graph
+
+    Patches().replace(graphed_step, "graph", making)
+
+
+def told(path: Path, now: Diagnosis | None = None) -> list[str]:
+    """What was made of the plan, what not, what became of the graphs, and what an iteration takes `now`."""
+    made = json.loads(path.read_text(encoding="utf-8"))
+    lines = [f"made          {one}" for one in made["written"]] or ["made          nothing"]
+    graphs = sorted(path.parent.glob("graphs*.txt"))
+    if graphs:
+        lines += [f"graph         {one}" for one in graphs[0].read_text(encoding="utf-8").splitlines()]
+    if graphs[1:]:
+        lines.append(f"              in one of {len(graphs)} processes")
+    lines += [f"left to you   {one}" for one in made["left"]]
+    before = made["step"]
+    if now is not None and made["written"] and made["loop"] and made["loop"] == now.loop:
+        lines.append(f"an iteration  {transition(before, now.plain_step)}, {change(before, now.plain_step)}")
+    return lines
