@@ -149,7 +149,8 @@ def test_what_cannot_move_parts_the_graph(between: str) -> None:
     [
         "loss = model(x * step)",  # a number that counts
         "return model(x)",
-        "self.loss = model(x)",
+        "self.loss = self.losses(model(x))",  # a method may look at it
+        "self.loss = model(x, self)",
         "super().step(x)",
         "yield model(x)",
         "loss = [model(one) for one in (yield)]",
@@ -189,11 +190,11 @@ def test_what_launches_and_has_to_stay_keeps_its_place() -> None:
         def train(self, model, loader):
             for x in loader:  # loop
                 out = model(x)  # launches
-                self.noise = torch.randn_like(x)  # launches
+                self.noise[0] = torch.randn_like(x)  # launches
                 loss = model(out).sum()  # launches
     """)
     assert new is not None
-    assert "out = captured_train(model, x)\n        self.noise = torch.randn_like(x)\n        captured_train_2(" in new
+    assert "out = captured_train(model, x)\n        self.noise[0] = torch.randn_like(x)\n        captured_train_2(" in new
 
 
 def test_lines_that_other_fixes_have_changed_are_no_longer_there() -> None:
@@ -203,3 +204,25 @@ def test_lines_that_other_fixes_have_changed_are_no_longer_there() -> None:
 def test_little_is_not_worth_a_graph() -> None:
     told = CapturedLines("train.py", "train", ((3, 2), (4, 3)), ())
     assert edited("def train(x):\n    while x:\n        y = x + 1\n        x = y * 2\n", "graph", [], told) is None
+
+
+def test_an_attribute_that_the_lines_store_is_returned() -> None:
+    """What other code reads of the object after the call is what the replay made."""
+    new = captured("""\
+        import keepbusy
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+            def train(self, loader):
+                for x in loader:  # loop
+                    out, self.loss = self.model(x)  # launches
+                    self.loss.backward()  # launches
+                    self.mean = self.mean * 0.9 + self.loss.detach()  # launches
+                    self.log("step")  # stays
+    """)
+    assert new is not None
+    assert "            self.loss, self.mean = captured_train(self, x, self.mean)\n            self.log" in new
+    assert (
+        "def captured_train(self, x, mean):\n    out, loss = self.model(x)\n    loss.backward()\n"
+        "    mean = mean * 0.9 + loss.detach()\n    return loss, mean\n"
+    ) in new

@@ -57,12 +57,15 @@ def captured(scene: Scene, goes: Mask) -> Capture:
     inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
     inside &= ~timeline.on_device & ~stays
     launched = np.append(inside, False)[scene.launch] & (scene.launch != NONE)
+    parted |= frames_around(
+        timeline.frames, spans.frame[goes]
+    )  # until their own fix is made, these wait where they are
     return Capture(
         inside | launched,
         inside & scene.is_sync,
         stays,
         len(held) / max(1, len(launches)),
-        _lines(scene, statement[held], parted),
+        _lines(scene, scene.outermost(~parted)[held], parted),
     )
 
 

@@ -127,7 +127,27 @@ def _function_at(tree: ast.Module, lines: CapturedLines) -> _Function | None:
                 return None
     if not around:
         return _Function(tree, [tree])
+    _StoredAttributes(around[-1]).visit(around[-1])
     return _Function(around[-1], [tree, *around[:-1]])
+
+
+class _StoredAttributes(ast.NodeTransformer):
+    """Attributes that a function stores on what it is given are names like others: `self.loss` is one with a dot."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        own = [one for part in ast.iter_child_nodes(function) for one in _own_nodes(part)]
+        given = {one.arg for one in (*function.args.posonlyargs, *function.args.args)}
+        given -= {one.id for one in own if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+        self._names = set[str]()
+        for one in own:
+            match one:
+                case ast.Attribute(value=ast.Name(id=base), attr=attribute, ctx=ast.Store()) if base in given:
+                    self._names.add(f"{base}.{attribute}")
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and f"{node.value.id}.{node.attr}" in self._names:
+            return ast.copy_location(ast.Name(f"{node.value.id}.{node.attr}", node.ctx), node)
+        return self.generic_visit(node)
 
 
 class _Uses:
@@ -174,6 +194,10 @@ class _Uses:
                 self._visit_parts(node, bound)
             case _:
                 self._visit_parts(node, bound)
+
+    def all_written(self) -> set[str]:
+        """Names that are stored, and those of objects that are written to."""
+        return {*self.stores} | self.attributes | self.written | {name.partition(".")[0] for name in self.stores}
 
     def _visit_parts(self, node: ast.AST, bound: Set[str]) -> None:
         for part in ast.iter_child_nodes(node):
@@ -254,6 +278,9 @@ class _Function:
         self._counters = {name for one in self.own for name in _counts(one)}
         self._local = self._locals_of(node, self.own)
         imports = [one for one in ast.walk(around[0]) if isinstance(one, ast.Import | ast.ImportFrom)]
+        of_objects = [one for one in ast.walk(around[0]) if isinstance(one, ast.Attribute | ast.Name)]
+        stored = [one for one in of_objects if isinstance(one.ctx, ast.Store)]
+        self._attributes = {one.attr if isinstance(one, ast.Attribute) else one.id.rpartition(".")[2] for one in stored}
         self._imported = {(name.asname or name.name).partition(".")[0] for one in imports for name in one.names}
 
     @staticmethod
@@ -331,7 +358,9 @@ class _Function:
         uses = _Uses(statement.nodes)
         # items of a tensor may be written to in a graph: of a local name, not of `self` or another object that is given
         given = {one.arg for one in self.node.args.args} if isinstance(self.node, ast.FunctionDef) else set()
-        return all(name in uses.stores or (name in self._local and name not in given) for name in uses.attributes)
+        return not self._shows([statement]) and all(
+            name in uses.stores or (name in self._local and name not in given) for name in uses.attributes
+        )
 
     def _counts_in(self, statement: Statement) -> bool:
         """Whether it reads a number that differs from iteration to iteration, or decides by one."""
@@ -359,7 +388,8 @@ class _Function:
             if kinds[place] == "neutral" and _serves(one, following):
                 waiting.append(one)
             elif kinds[place] == "captured":
-                if not all(self._independent(other, late, passed) for other in after for late in (*waiting, one)):
+                alone = all(self._independent(other, late, passed) for other in after for late in (*waiting, one))
+                if not alone or self._shows([*passed, one]):
                     break
                 region.captured += [*waiting, one]
                 region.before, region.after, waiting, end = [*before], [*after], [], place + 1
@@ -380,8 +410,7 @@ class _Function:
         """Whether the two may change places: neither stores what the other uses, and no object is used by both that
         either might write to. Results of these statements are written to by methods such as `add_` alone."""
         mine, others = _Uses(one.nodes), _Uses(other.nodes)
-        written = {*mine.stores} | mine.attributes | mine.written
-        written_there = {*others.stores} | others.attributes | others.written
+        written, written_there = mine.all_written(), others.all_written()
         if written & ({*others.loads} | written_there) or written_there & {*mine.loads}:
             return False
         results = {name for part in results_of for name in _Uses(part.nodes).stores}
@@ -405,12 +434,13 @@ class _Function:
         """What the region is given and what is read of it later. False where its names do not allow it."""
         flow = _Flow(node for one in region.captured for node in one.nodes)
         needed, stored = flow.needed, flow.stored
-        live = self._live([*region.after, *rest], path)
+        live = self._live([*region.after, *rest], path) | {name for name in stored if "." in name}
         maybe = set(stored) - flow.defined
         made = [name for name in stored if name in live]
         inside = {id(part) for one in region.captured for node in one.nodes for part in ast.walk(node)}
         outside = [one for one in self.own if id(one) not in inside]
         known = {one.id for one in outside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+        known |= {name for name in (*needed, *stored) if "." in name}
         if isinstance(self.node, ast.Module):
             changing = {
                 one.id
@@ -436,6 +466,22 @@ class _Function:
         order = [*self._local, *given, *lacking]
         region.given, region.made = sorted({*given, *lacking}, key=order.index), made
         return True
+
+    def _shows(self, statements: Iterable[Statement]) -> bool:
+        """Whether what they call may look at an attribute that they store: a method of its object, or who is given that
+        object."""
+        nodes = [node for one in statements for node in one.nodes]
+        bases = {name.partition(".")[0] for name in _Uses(nodes).stores if "." in name}
+        if not bases:
+            return False
+        parts = [part for node in nodes for part in ast.walk(node)]
+        looked_into = [part for part in parts if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name)]
+        within = {id(one.value) for one in looked_into}
+        if any(isinstance(part, ast.Name) and part.id in bases and id(part) not in within for part in parts):
+            return True
+        called = {id(part.func) for part in parts if isinstance(part, ast.Call)}
+        asked = [one.attr for one in looked_into if id(one) in called and _base(one) in bases]
+        return not self._attributes.issuperset(asked)
 
     def _live(
         self,
@@ -561,15 +607,39 @@ class _Lift(cst.CSTTransformer):
     def _called(self, region: LiftedLines, by_line: dict[int, Any]) -> list[Any]:
         first, *others = [by_line[one.first] for one in region.captured]
         given, made = ", ".join(region.given), ", ".join(region.made)
-        inner = [first.with_changes(leading_lines=[]), *others]
-        inner += [cst.parse_statement(f"return {made}")] if made else []
-        function = cst.parse_statement(f"@keepbusy.graph\ndef {region.name}({given}):\n    pass\n")
+        names = _Unattributed(region)
+        inner = [one.visit(names) for one in (first.with_changes(leading_lines=[]), *others)]
+        inner += [cst.parse_statement(f"return {names.of(region.made)}")] if made else []
+        function = cst.parse_statement(f"@keepbusy.graph\ndef {region.name}({names.of(region.given)}):\n    pass\n")
         body = cst.IndentedBlock(inner)
         self._functions.append((region, cst.ensure_type(function, cst.FunctionDef).with_changes(body=body)))
         call = cst.parse_statement(f"{f'{made} = ' if made else ''}{region.name}({given})")
         call = cst.ensure_type(call, cst.SimpleStatementLine).with_changes(leading_lines=first.leading_lines)
         moved = [[by_line[one.first] for one in part] for part in (region.before, region.after)]
         return [*moved[0], call, *moved[1]]
+
+
+class _Unattributed(cst.CSTTransformer):
+    """Within a captured function a name such as `self.loss` is one without a dot."""
+
+    def __init__(self, region: LiftedLines) -> None:
+        super().__init__()
+        parts = [part for one in region.captured for node in one.nodes for part in ast.walk(node)]
+        taken = {part.id for part in parts if isinstance(part, ast.Name)} | {*region.given}
+        self._names: dict[str, str] = {}
+        for name in dict.fromkeys((*region.given, *region.made)):
+            base, _, attribute = name.rpartition(".")
+            self._names[name] = f"{base}_{attribute}" if base and attribute in taken else attribute
+
+    def of(self, names: Iterable[str]) -> str:
+        return ", ".join(self._names[name] for name in names)
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:  # noqa: N802
+        match original_node:
+            case cst.Attribute(value=cst.Name(value=base), attr=cst.Name(value=attribute)):
+                name = self._names.get(f"{base}.{attribute}")
+                return updated_node if name is None else cst.Name(name)
+        return updated_node
 
 
 def _without_blank(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:

@@ -89,7 +89,9 @@ def captured_at(held: Mapping[str, str], candidate: Mapping[str, str]) -> list[W
         known = {one.name for one in _captured_functions(held.get(file, own))}
         origins = origins_of(candidate[file], own)
         functions = [one for one in _captured_functions(candidate[file]) if one.name not in known]
-        lines = {origins[at - 1] for one in functions for at in range(one.body[0].lineno, (one.end_lineno or 0) + 1)}
+        body = (at for one in functions for at in range(one.body[0].lineno, (one.end_lineno or 0) + 1))
+        new, old = lines_of(candidate[file]), lines_of(own)
+        lines = {origins[at - 1] for at in body if _moved(new[at - 1]) == _moved(old[origins[at - 1] - 1])}
         places += [Where(file=file, line=line) for line in sorted(lines)]
     return places
 
@@ -106,10 +108,10 @@ def origins_of(source: str, own: str) -> list[int]:
     found = {at: at - begin + to for what, begin, end, to, _ in steps if what == "equal" for at in range(begin, end)}
     free: dict[str, list[int]] = {}
     for at in sorted({*range(len(old))} - {*found.values()}, reverse=True):
-        free.setdefault(old[at].strip(), []).append(at)
+        free.setdefault(_moved(old[at]), []).append(at)
     for at in (one for one in range(len(new)) if one not in found):
-        if free.get(new[at].strip()):
-            found[at] = free[new[at].strip()].pop()
+        if free.get(_moved(new[at])):
+            found[at] = free[_moved(new[at])].pop()
     for what, begin, end, to, _ in steps:
         if what == "replace":
             found = dict.fromkeys(range(begin, end), to) | found
@@ -118,3 +120,8 @@ def origins_of(source: str, own: str) -> list[int]:
         following = found.get(at, following)
         origins.append(following + 1)
     return origins[::-1]
+
+
+def _moved(line: str) -> str:
+    """The same of a line in both places: in a captured function it stands further left, and `self.loss` is `loss`."""
+    return line.strip().replace("self.", "")
