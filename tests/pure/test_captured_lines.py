@@ -194,7 +194,8 @@ def test_what_launches_and_has_to_stay_keeps_its_place() -> None:
                 loss = model(out).sum()  # launches
     """)
     assert new is not None
-    assert "out = captured_train(model, x)\n        self.noise[0] = torch.randn_like(x)\n        captured_train_2(" in new
+    noise = "self.noise[0] = torch.randn_like(x)"
+    assert f"out = captured_train(model, x)\n        {noise}\n        captured_train_2(" in new
 
 
 def test_lines_that_other_fixes_have_changed_are_no_longer_there() -> None:

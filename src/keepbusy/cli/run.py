@@ -404,7 +404,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
             streams.note(*fixed)
         else:
             text = "\n".join([text, *[""] * bool(fixed), *fixed])
-    if options.before is not None:
+    if options.before is not None and not options.fix:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
 

@@ -39,8 +39,8 @@ class Capture(NamedTuple):
     """The functions whose statements are captured, first the one that launches most."""
 
 
-def captured(scene: Scene, goes: Mask) -> Capture:
-    """`goes`: waits that a fix can take away."""
+def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
+    """`goes`: waits that a fix can take away; `by_hand`: those of them that wait where they are until that is made."""
     spans, timeline = scene.timeline.spans, scene.timeline
     reads = np.zeros(len(spans), bool)  # copies that go with the waits
     reads[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
@@ -57,9 +57,7 @@ def captured(scene: Scene, goes: Mask) -> Capture:
     inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
     inside &= ~timeline.on_device & ~stays
     launched = np.append(inside, False)[scene.launch] & (scene.launch != NONE)
-    parted |= frames_around(
-        timeline.frames, spans.frame[goes]
-    )  # until their own fix is made, these wait where they are
+    parted |= frames_around(timeline.frames, spans.frame[by_hand])
     return Capture(
         inside | launched,
         inside & scene.is_sync,
@@ -126,8 +124,8 @@ def _numbers(scene: Scene, stays: Mask, parted: Mask) -> Ints:
 
 
 def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
-    """Those of these launches that stand in a run that launches the same in most steps, as one of few at its place: a
-    cache that grows would need a graph for each of its sizes."""
+    """Those of these launches that stand in one of the few runs that most steps launch at their place: a cache that grows
+    would need a graph for each of its sizes."""
     timeline, spans = scene.timeline, scene.timeline.spans
     # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
     amount = spans.work if timeline.facts.virtual else spans.blocks
@@ -140,9 +138,13 @@ def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
     steps = [int(step[one[0]]) for one in members]
     often = Counter(what for what, _ in {*zip(seen, steps, strict=True)})
     visits = Counter(place for place, _ in {(place, at) for (place, _), at in zip(seen, steps, strict=True)})
-    usual = [one for one, count in often.items() if 2 * count > visits[one[0]]]
-    graphs = Counter(place for place, _ in usual)
-    kept = {one for one in usual if graphs[one[0]] <= MOST_GRAPHS}
+    usual = defaultdict[int, list[tuple[int, bytes]]](list)
+    for what, count in often.most_common():
+        if count > 1 and len(usual[what[0]]) < MOST_GRAPHS:
+            usual[what[0]].append(what)
+    kept = {
+        one for place, found in usual.items() for one in found if 2 * sum(often[each] for each in found) > visits[place]
+    }
     held = [launches[one] for one, what in zip(members, seen, strict=True) if what in kept]
     return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
 

@@ -39,6 +39,9 @@ REMEDIES = {cause: Remedy(**told) for cause, told in _TABLES["usual"].items()}
 PARTICULAR = {name: Remedy(**told) for name, told in _TABLES["particular"].items()}
 REMOVES_WAIT = ("readback", "drop_checks", "drop_sync", "keep_shapes", "tell_sizes", "read_at_once", "fuse_optimizer")
 """Fixes after which nothing waits there any more, so that it can be captured."""
+GONE_IN_A_GRAPH = ("drop_checks", "fuse_optimizer")
+"""Of these, what nothing needs to be written for: a graph is captured without argument checks, and with optimizers that
+count on the device."""
 FEW_AT_A_TIME = ("keep_shapes", "tell_sizes")
 """Of these not where a loop chooses again and again: that becomes one call, if anything."""
 LEAST_CAPTURED = 0.5
@@ -103,11 +106,13 @@ def capture_of(scene: Scene) -> Capture:
     """What graphs can hold, once all waits are gone that a fix takes away."""
     waits = np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
     goes, nothing = np.zeros(len(scene.timeline), bool), Draft("host_sync", scene.timeline).finding()
+    by_hand = goes.copy()
     for where, rows in by_place(scene, waits).items():
         remedy = _of_a_sync(PlacedCause(scene, nothing, where, rows)) or REMEDIES["host_sync"]
         often = len(rows) >= IN_A_ROW * scene.steps and remedy.fix in FEW_AT_A_TIME
         goes[rows] = remedy.fix in REMOVES_WAIT and not often
-    return captured(scene, goes)
+        by_hand[rows] = goes[rows] & (remedy.fix not in GONE_IN_A_GRAPH)
+    return captured(scene, goes, by_hand)
 
 
 def _with_what_stays(compiled: Remedy, seen: PlacedCause) -> Remedy:

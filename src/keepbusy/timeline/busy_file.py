@@ -50,7 +50,7 @@ _TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Fra
 _OPTIONAL: dict[str, type[Table]] = {"memory": MemoryUse}
 """Tables that stand in a file only where they hold something; older files have none of them."""
 _MOST_RATIO = 400
-_SMALL = 64 << 20
+_SMALL = 512 << 20
 """A file may take so many times its size of the memory, and this much in any case."""
 _SPARE_LANES = 1024
 """A run may have so many threads and streams on which nothing happened."""

@@ -518,6 +518,9 @@ class LearningRates:
         self._uncapturable = [group for one in self._counting for group in one.param_groups if not group["capturable"]]
         taking = [group for one in optimizers for group in one.param_groups if _may_be_tensor(one, group)]
         self._rates = [_LearningRate(group) for group in taking]
+        self._rates += [
+            _FusedRate(group) for one in optimizers for group in one.param_groups if _may_be_fused(one, group)
+        ]
 
     def count_on_device(self) -> None:
         """Switch the optimizers to PyTorch's `capturable` path."""
@@ -551,12 +554,12 @@ class LearningRates:
         self.send()
         moving = self._moving()
         for rate in moving:
-            rate.group["lr"] = rate.sent
+            rate.group |= rate.on_device()
         try:
             yield
         finally:
             for rate in moving:
-                rate.group["lr"] = rate.written
+                rate.group |= rate.on_host()
 
     def moves(self, group: dict[str, Any]) -> bool:
         """Whether the group's rate is sent over, and so no constant."""
@@ -580,12 +583,42 @@ class _LearningRate:
         self.sent = torch.full((), self._value, dtype=torch.float32, device=self.group["params"][0].device)
         return True
 
+    def on_device(self) -> dict[str, Any]:
+        """Settings of the group while the step runs."""
+        return {"lr": self.sent}
+
+    def on_host(self) -> dict[str, Any]:
+        """And as its owner wrote them."""
+        return {"lr": self.written}
+
     def send(self) -> None:
         self.written = self.group["lr"]
         value = float(self.written)
         if value != self._value and self.sent is not None:
             self._value = value
             self.sent.fill_(value)
+
+
+class _FusedRate(_LearningRate):
+    """Of plain SGD, which takes a tensor for its rate only where its step is fused."""
+
+    def on_device(self) -> dict[str, Any]:
+        return super().on_device() | {"fused": True}
+
+    def on_host(self) -> dict[str, Any]:
+        return super().on_host() | {"fused": self._was_fused}
+
+    def begins_to_move(self) -> bool:
+        self._was_fused = self.group["fused"]
+        return super().begins_to_move()
+
+
+def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Where nobody chose another implementation."""
+    chosen = group.get("fused") or group.get("foreach") or group.get("differentiable") or group.get("maximize")
+    parameters = group["params"]
+    plain = all(one.is_cuda and torch.is_floating_point(one) and not torch.is_complex(one) for one in parameters)
+    return type(optimizer) is torch.optim.SGD and not chosen and plain and not isinstance(group["lr"], Tensor)
 
 
 def _may_be_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:
