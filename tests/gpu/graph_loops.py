@@ -125,7 +125,7 @@ def schedule_of_floats(wrap: Wrap, count: int) -> list[Tensor]:
 
 
 def schedule_of_constants(wrap: Wrap, count: int) -> list[Tensor]:
-    """SGD takes a rate for a constant, which changes twice."""
+    """SGD takes a rate for a constant, and a tensor where its step is fused: as it is from the first change on."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [count // 3, 2 * count // 3])

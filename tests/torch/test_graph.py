@@ -45,7 +45,7 @@ print("all", len(DRAWING))
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_heap_is_not_searched_and_what_is_frozen_stays_so(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Production processes freeze it: to thaw it makes the next collections slow, to freeze it anew keeps garbage."""
-    expected = outcome(loop, lambda step: step, 8)
+    expected = outcome(loop, lambda step: step, 10)
 
     def refuse(*_arguments: object) -> None:
         raise AssertionError("the heap was touched")
@@ -54,7 +54,7 @@ def test_the_heap_is_not_searched_and_what_is_frozen_stays_so(loop: Loop, monkey
     with monkeypatch.context() as patched:
         for name in ("freeze", "unfreeze", "get_objects", "get_referrers", "get_referents"):
             patched.setattr(gc, name, refuse)
-        assert outcome(loop, kept, 8) == expected
+        assert outcome(loop, kept, 10) == expected
     assert kept.graphed.replays > 1
 
 

@@ -67,9 +67,12 @@ def test_an_optimizer_that_counts_on_the_host_is_named() -> None:
 
 def test_settings_that_change_at_each_step_are_named() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    told = refusal(graph(whole(model, optimizer)), [*batches(20)], schedule.step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
+
+    def warm() -> None:
+        optimizer.param_groups[0]["momentum"] += 0.01
+
+    told = refusal(graph(whole(model, optimizer)), [*batches(20)], warm)
     assert "it keeps 8 graphs, and the settings of SGD would need another" in told
 
 

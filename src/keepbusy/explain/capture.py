@@ -124,7 +124,7 @@ def _numbers(scene: Scene, stays: Mask, parted: Mask) -> Ints:
 
 
 def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
-    """Those of these launches that stand in one of the few runs that most steps launch at their place: a cache that grows
+    """Those of these launches that stand in one of the few runs that most steps launch at their place: a growing cache
     would need a graph for each of its sizes."""
     timeline, spans = scene.timeline, scene.timeline.spans
     # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly

@@ -11,6 +11,7 @@ count like any other. A step that cannot be captured runs eagerly for good, and 
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ from keepbusy.runtime.graph.replay_check import COMPARED_FIRST, WrittenTensors, 
 from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
 from keepbusy.runtime.module_parts import submodules
 
+P = ParamSpec("P")
+R = TypeVar("R")
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
 
@@ -116,6 +119,37 @@ class GraphKey:
         return [*fixed, *groups, *self._named.labels()]
 
 
+class ReplayWorth:
+    """Whether replays take Python less time than calls as they are written: the quickest of a few of each is compared.
+
+    Whoever waits for the GPU gains nothing from a graph, and loses nothing.
+    """
+
+    REPLAYS, EAGER, SLOWER = 12, 4, 1.05
+
+    def __init__(self) -> None:
+        self._replays: list[int] = []
+        self._eager: list[int] = []
+
+    def time_eager(self, run: Callable[[], R]) -> R:
+        began = time.perf_counter_ns()
+        returned = run()
+        self._eager.append(time.perf_counter_ns() - began)
+        return returned
+
+    def replayed(self, took: int) -> bool:
+        """One more. Whether it is decided now."""
+        self._replays.append(took)
+        return len(self._replays) >= self.REPLAYS and len(self._eager) >= self.EAGER
+
+    def finding(self) -> str:
+        """Why not to replay; "" if it is worth while."""
+        replay, eager = min(self._replays), min(self._eager)
+        if replay <= self.SLOWER * eager:
+            return ""
+        return f"a replay takes Python {replay / 1e6:.2f} ms, and the call as it is written {eager / 1e6:.2f} ms"
+
+
 class Rehearsal:
     """The first calls of a step: eager training steps like any other, which show what a graph would have to hold.
 
@@ -129,6 +163,7 @@ class Rehearsal:
 
     def __init__(self, eager: EagerStream) -> None:
         self.participants, self.finding = Participants(), ""
+        self.worth = ReplayWorth()
         self._eager = eager
         self._calls = [self._first_call, self._second_call, self._third_call]
         self._trained: list[Tensor] | None = None
@@ -173,7 +208,7 @@ class Rehearsal:
         self.written = WrittenTensors(self.participants, self.host)
         before = self.host.read()
         with self.participants.watching() as gradients, self.written.watching():
-            returned = self._result(self._eager.run(call), gradients)
+            returned = self._result(self.worth.time_eager(lambda: self._eager.run(call)), gradients)
         self._trained = [one.leaf for one in gradients.held()]  # before the loop clears what the step has left
         self._changes = changes_between(before, self.host.read())
         kind, first = self._returned
@@ -244,6 +279,9 @@ class StepGraphs:
         self._participants, self._rates, self._key = rehearsal.participants, rehearsal.rates, rehearsal.key
         self._host, self._written = rehearsal.host, rehearsal.written
         self._stream = torch.cuda.current_stream()
+        self._worth = rehearsal.worth
+        self.is_decided = False
+        """Whether replays are known to take less time."""
         self.finding = ""
         """Why calls are eager from here on. The call that showed it was made as written."""
         self._moves = 0
@@ -289,6 +327,15 @@ class StepGraphs:
                 return self._capture(call, kind)
         return self._eager(call)
 
+    def run_timed(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """The same, as long as it is open whether replays are worth while."""
+        before, began = self._tally["replayed"], time.perf_counter_ns()
+        returned = self.run(given)
+        if self._tally["replayed"] > before and self._worth.replayed(time.perf_counter_ns() - began):
+            self.is_decided = True
+            self.finding = self.finding or self._worth.finding()
+        return returned
+
     def _replay(self, captured: CapturedCall, given: Any, tensors: list[Tensor]) -> Any:
         self._rates.send()
         captured.replays += 1
@@ -300,7 +347,11 @@ class StepGraphs:
     def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
         try:
             returned, finding = replay_compared(
-                captured, call, lambda one: detached(self._as_written(one)), self._written, self._host
+                captured,
+                call,
+                lambda one: detached(self._worth.time_eager(lambda: self._as_written(one))),
+                self._written,
+                self._host,
             )
         except torch.OutOfMemoryError:
             if captured.replays <= COMPARED_FIRST:
@@ -381,10 +432,6 @@ class StepGraphs:
                 advice = "pad inputs to a few shapes" if "shape" in label else "keep it on the device, or constant"
                 return f"{label} would need another; {advice}"
         return "a new mix of their arguments came"
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def graph(step: Callable[P, R]) -> Graphed[P, R]:
@@ -478,7 +525,7 @@ class Graphed(Generic[P, R]):
             return self._eager(*arguments, **options)
         graphs = self._graphs
         try:
-            returned = graphs.run((arguments, options))
+            returned = (graphs.run if graphs.is_decided else graphs.run_timed)((arguments, options))
         except Uncapturable as reason:
             self.release()
             self._give_up(str(reason))
