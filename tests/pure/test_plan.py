@@ -209,9 +209,9 @@ def test_a_loop_that_only_asks_a_model_is_no_training_step(trains: bool) -> None
     assert ("train_step" in told(turn).plan[0].code) == trains
 
 
-@pytest.mark.parametrize(("every", "captured"), [(4, True), (2, False)])
-def test_what_few_steps_launch_beyond_the_others_stays_outside_a_graph(every: int, captured: bool) -> None:
-    """As a loss that is printed now and then; where every second step differs, none stands for all."""
+@pytest.mark.parametrize("every", [4, 2])
+def test_what_some_steps_launch_beyond_the_others_is_no_hindrance(every: int) -> None:
+    """As a loss that is printed now and then, or an update of every second step: each kind gets its graph."""
     turns = count()
 
     def printing(run: Run) -> None:
@@ -219,7 +219,7 @@ def test_what_few_steps_launch_beyond_the_others_stays_outside_a_graph(every: in
         if next(turns) % every == every - 1:
             run.launch(5, at=["aten::item"])
 
-    assert any(one.fix == "graph" for one in told(printing).plan) == captured
+    assert any(one.fix == "graph" for one in told(printing).plan)
 
 
 @pytest.mark.parametrize("known", [True, False])

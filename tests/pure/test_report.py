@@ -33,7 +33,8 @@ WIDTHS = (40, 60, 80, 100, 140)
     ("fix", "now", "written"),
     [
         ("graph", True, True),
-        ("num_workers=8", True, True),
+        ("prefetch", True, True),
+        ("num_workers=8", False, True),
         ("fuse_optimizer", False, True),
         ("align_ranks", False, False),
         ("move_off_the_loop", False, False),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,8 @@ main()
 
 
 def keepbusy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return warm().keepbusy(*arguments, cwd=folder)
+    """The last run is kept beside the program."""
+    return warm().keepbusy(*arguments, cwd=folder, env={**os.environ, "XDG_CACHE_HOME": str(folder)})
 
 
 @pytest.fixture
@@ -41,20 +44,79 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_program_is_fixed_while_it_runs(folder: Path) -> None:
-    plain = keepbusy(folder, "run", "--clock", "modelled", "--quiet", "train.py")
-    fixed = keepbusy(folder, "run", "--fix", "--clock", "modelled", "--quiet", "train.py")
-    assert plain.returncode == fixed.returncode == 0
-    program, report = fixed.stdout.split("\nkeepbusy --fix\n")
-    assert program == plain.stdout
-    assert "at train.py:8" in report
-    assert "calls of empty_cache() in the loop" in report
-    assert "% shorter\n" in report
-    left = keepbusy(folder, "run", "--fix", "--without", "cache,copies", "--clock", "modelled", "--quiet", "train.py")
-    assert "calls of empty_cache()" not in left.stdout  # though the plan may name it, to be done by hand
+def test_a_program_runs_with_the_fixes_of_its_last_run(folder: Path) -> None:
+    plain = keepbusy(folder, "run", "--clock", "modelled", "train.py")
+    before = (folder / "train.py").read_text()
+    fixed = keepbusy(folder, "run", "--fix", "--clock", "modelled", "train.py")
+    assert plain.returncode == fixed.returncode == 0, fixed
+    assert fixed.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
+    assert "made          keep the allocator's memory at train.py:" in fixed.stdout
+    assert "% shorter\n" in fixed.stdout
+    assert (folder / "train.py").read_text() == before
+    again = keepbusy(folder, "run", "--fix", "--without", "keep_memory", "--clock", "modelled", "train.py")
+    assert "made          keep the allocator's memory" not in again.stdout
+    assert "at train.py:" in again.stdout
     wrong = keepbusy(folder, "run", "--fix", "--without", "everything", "train.py")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("keepbusy: Unknown fix 'everything'. Known fixes: copies, late_numbers, ")
+    assert wrong.stderr.startswith("keepbusy: Unknown fix 'everything'. Known fixes: accumulate, ")
+
+
+def test_there_are_no_fixes_without_a_run_of_the_same_source(folder: Path) -> None:
+    none = keepbusy(folder, "run", "--fix", "train.py")
+    assert (none.returncode, none.stdout) == (2, "")
+    assert none.stderr == (
+        "keepbusy: --fix takes its plan from a recorded run, and there is none; record one first: "
+        "`keepbusy run train.py`.\n"
+    )
+    keepbusy(folder, "run", "--clock", "modelled", "train.py")
+    (folder / "other.py").write_text(PROGRAM)
+    other = keepbusy(folder, "run", "--fix", "other.py")
+    assert (other.returncode, other.stdout) == (2, "")
+    assert "is one of `train.py`; record one first: `keepbusy run other.py`." in other.stderr
+    later = time.time() + 60
+    os.utime(folder / "train.py", (later, later))
+    changed = keepbusy(folder, "run", "--fix", "train.py")
+    assert (changed.returncode, changed.stdout) == (2, "")
+    assert "train.py has changed since the run that --fix takes its plan from" in changed.stderr
+
+
+FAILING = """\
+import torch
+
+class Trainer:
+    def __init__(self):
+        self.model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(9)]).cuda()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def fit(self):
+        x = torch.ones(4, 8, device="cuda")
+        for step in range(20):
+            self.optimizer.zero_grad()
+            self.loss = self.model(x).square().mean()
+            self.loss.backward()
+            self.optimizer.step()
+            self.end(step)
+
+    def end(self, step):
+        if step == 18:
+            print(self.loss.item())
+            raise SystemError(f"at {step}")
+
+Trainer().fit()
+"""
+
+
+def test_a_rewritten_program_fails_at_the_lines_of_its_file(folder: Path) -> None:
+    """Its traceback is the one that Python shows, and what it stores is stored as ever."""
+    (folder / "failing.py").write_text(FAILING)
+    plain = keepbusy(folder, "run", "--clock", "modelled", "failing.py")
+    fixed = keepbusy(folder, "run", "--fix", "--clock", "modelled", "failing.py")
+    assert plain.returncode == fixed.returncode == 1
+    assert plain.stderr == fixed.stderr
+    assert "line 20, in end" in fixed.stderr
+    assert plain.stdout.splitlines()[0] == fixed.stdout.splitlines()[0]
+    assert "made          capture as a CUDA graph at failing.py:11-14\n" in fixed.stdout
+    assert "captured_fit: " in fixed.stdout
 
 
 BUSY = """\
@@ -169,14 +231,12 @@ def test_ranks_that_the_program_spawns_are_fixed_and_proven(folder: Path) -> Non
 
 def test_ranks_that_the_program_spawns_are_fixed_while_they_run(folder: Path) -> None:
     (folder / "spawning.py").write_text(SPAWNING)
-    given = ("--clock", "modelled", "--gpus", "2", "--quiet", "spawning.py")
+    given = ("--on", "l4", "--clock", "modelled", "--gpus", "2", "spawning.py")
     plain, fixed = keepbusy(folder, "run", *given), keepbusy(folder, "run", "--fix", *given)
     assert plain.returncode == fixed.returncode == 0, fixed
-    program, report = fixed.stdout.split("\nkeepbusy --fix\n")
-    assert sorted(program.split()) == sorted(plain.stdout.split())
-    assert "10 values that are only summed or kept, read when somebody looks" in report  # in turns with it
-    assert "10 at spawning.py:18\n" in report
-    assert report.endswith("in one of 2 processes that the program spawned\n")
+    numbers = [sorted(one.stdout.partition("\nkeepbusy")[0].split()) for one in (plain, fixed)]
+    assert numbers[0] == numbers[1]
+    assert "made          read the value later at spawning.py:18\n" in fixed.stdout
 
 
 MANY_LAUNCHES = """\

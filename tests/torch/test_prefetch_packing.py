@@ -169,7 +169,7 @@ def test_nothing_of_a_loader_is_read_once_it_is_closed(monkeypatch: pytest.Monke
 
 
 def test_packing_is_compiled_where_functions_of_pytorch_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `run --fix` replaces them: on an H200 a batch of 16 MB met that for the first time."""
+    """As a recorder replaces them: on an H200 a batch of 16 MB met that for the first time."""
     native = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", wraps(native)(lambda *given: native(*given)))
     prefetch_iterator._script.cache_clear()

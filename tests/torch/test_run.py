@@ -157,9 +157,8 @@ def test_a_line_that_raised_gets_no_advice(run) -> None:
     assert lines(said, *everything) <= {2, 3}
 
 
-@pytest.mark.parametrize("flags", [(), ("--fix",)])
-def test_what_fails_before_the_gpu_is_asked_for_anything_is_told_so(run, flags: tuple[str, ...]) -> None:
-    done = run("import nonsense_of_nobody\n", before=flags)
+def test_what_fails_before_the_gpu_is_asked_for_anything_is_told_so(run) -> None:
+    done = run("import nonsense_of_nobody\n")
     assert done.returncode == 1
     assert not done.stdout.strip()
     assert done.stderr.splitlines()[-2:] == [

@@ -128,7 +128,7 @@ print({open(f"own{number}").read() for number in range(40)})
 """
 
 
-@pytest.mark.parametrize("options", [(), MODELLED, ("--fix",)])
+@pytest.mark.parametrize("options", [(), MODELLED])
 def test_a_program_may_close_all_descriptors_while_it_is_at_work(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLOSING)
     plain = python(tmp_path, "train.py")
@@ -171,9 +171,8 @@ def test_a_program_that_is_no_file_runs_as_under_python(source: tuple[str, ...],
     (tmp_path / "beside.py").write_text("ZERO = 0\n")
     plain = python(tmp_path, *source, "--epochs", "2", given=given)
     assert "Error" in plain.stderr
-    for options in ((), ("--fix",)):
-        ours = python(tmp_path, "-m", "keepbusy", "run", *options, *source, "--epochs", "2", given=given)
-        assert said(ours) == said(plain)
+    ours = python(tmp_path, "-m", "keepbusy", "run", *source, "--epochs", "2", given=given)
+    assert said(ours) == said(plain)
 
 
 def test_the_report_finds_the_lines_of_a_program_that_is_no_file(tmp_path: Path) -> None:
@@ -208,8 +207,7 @@ def test_what_pytorch_warns_of_is_said_of_the_programs_lines(tmp_path: Path) -> 
     (tmp_path / "train.py").write_text(warned)
     plain = python(tmp_path, "train.py")
     assert plain.stderr.count("it is recommended") == 2
-    for options in ((), ("--fix",)):
-        assert run(tmp_path, *MODELLED, *options, "train.py").stderr.splitlines()[:4] == plain.stderr.splitlines()
+    assert run(tmp_path, *MODELLED, "train.py").stderr.splitlines()[:4] == plain.stderr.splitlines()
 
 
 FAILS = """\
@@ -277,7 +275,7 @@ layer(torch.ones(1, 2, device=device))
 
 
 @pytest.mark.parametrize("program", [("train.py",), ("-m", "train")])
-@pytest.mark.parametrize("options", [(), MODELLED, ("--fix",)])
+@pytest.mark.parametrize("options", [(), MODELLED])
 def test_the_stack_begins_with_the_program(options: tuple[str, ...], program: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(STACK)
     plain, ours = python(tmp_path, *program), run(tmp_path, "--quiet", *options, *program)
@@ -299,9 +297,8 @@ print("nn.Module: Linear_0" in open("trace.json").read())
 
 def test_the_programs_own_profiler_finds_its_modules(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PROFILED)
-    for options in ((), ("--fix",)):
-        ours = run(tmp_path, *MODELLED, *options, "train.py")
-        assert ours.stdout.startswith("True\n"), ours.stderr
+    ours = run(tmp_path, *MODELLED, "train.py")
+    assert ours.stdout.startswith("True\n"), ours.stderr
 
 
 SCRIPTED = """\
@@ -398,7 +395,7 @@ def test_all_threads_that_a_script_finds_are_its_own(tmp_path: Path) -> None:
         WORK + "import threading, time\nfor _ in range(9):\n    x.sum().item()\n    time.sleep(0.01)\n"
         "print(*threading.enumerate(), threading.active_count())\n"
     )
-    ours = run(tmp_path, "--fix", "--clock", "measured", "train.py")
+    ours = run(tmp_path, "--clock", "measured", "train.py")
     assert ours.stdout.startswith("<_MainThread(MainThread, started "), ours.stdout
     assert ours.stdout.splitlines()[0].endswith(")> 1"), ours.stdout
 

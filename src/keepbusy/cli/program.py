@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -348,13 +348,12 @@ _HELD: dict[Path, int] = {}
 """Where this process meets other ranks, locked until it ends. What no process has locked is stale."""
 
 
-def launch(count: int, command: Sequence[str], given: Mapping[str, str]) -> int:
-    """Start the ranks through torchrun's own agent, each with the same `keepbusy run`, and with these in its
-    environment; returns its exit code."""
+def launch(count: int, command: Sequence[str]) -> int:
+    """Start the ranks through torchrun's own agent, each with the same `keepbusy run`; returns its exit code."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     agent += ["--log-dir", str(make_folder())]  # it would leave one of its own
     own = {"OMP_NUM_THREADS": "1", **os.environ}  # what the agent would set, with a warning
-    environment = {**own, **given, MEETING: str(make_folder())}
+    environment = {**own, MEETING: str(make_folder())}
     return subprocess.run([*agent, "-m", "keepbusy", "run", *command], check=False, env=environment).returncode
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -146,8 +147,9 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     real = options.on == "auto" and program.is_possible()
     _refuse_contradictions(options, real)
     if options.ranks > 1 and not options.alike:
-        rewriting = {rewritten_run.FILE: str(options.rewriting)} if options.fix else {}
-        sys.exit(program.launch(options.ranks, _command(options), rewriting))
+        if options.fix:
+            os.environ[rewritten_run.FILE] = str(options.rewriting)
+        sys.exit(program.launch(options.ranks, _command(options)))
     program.meet()  # before any rank ends: what nobody has entered is stale
     if not options.quiet and program.rank() == 0:  # a verb that starts a run asks for a quiet one
         if not options.fix:  # the next run with fixes takes its plan from the same one
@@ -288,11 +290,12 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     check_names(options.without, options.also)
     timeline = load(before)
     facts = timeline.facts
-    recorded, asked = Path(facts.folder, facts.source).resolve(), Path(options.script).resolve()
     again = _plainly(options)
-    if recorded != asked and (not options.module or facts.source != options.script):
+    in_its_folder = options.script in facts.command and facts.folder == _current_folder()
+    if not in_its_folder and Path(facts.folder, facts.source).resolve() != Path(options.script).resolve():
+        other = shlex.join(facts.command) or facts.named
         raise BadInput(
-            f"--fix takes its plan from a recorded run of this program, and {before.name} is a run of {facts.named}; "
+            f"--fix takes its plan from a recorded run of this program, and {before.name} is one of `{other}`; "
             f"record one first: `{again}`."
         )
     diagnosis = keepbusy.explain(timeline, None, (), options.workers)
@@ -395,7 +398,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
     commands = _commands(options, diagnosis, _keep(timeline, options))
-    fixed = rewritten_run.told(options.rewriting, diagnosis) if options.fix else []
+    fixed = _fixed(options.rewriting, diagnosis) if options.fix else []
     if fixed and not options.json and not options.full:
         text = rendered_fixed(diagnosis, fixed, commands, streams.screen)
     else:
@@ -407,6 +410,13 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     if options.before is not None and not options.fix:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
+
+
+def _fixed(rewriting: Path, diagnosis: Diagnosis) -> list[str]:
+    from keepbusy.report.verdict import fixed_lines
+
+    made = json.loads(rewriting.read_text(encoding="utf-8"))
+    return fixed_lines(made, rewritten_run.graphs_of(rewriting), diagnosis)
 
 
 def _keep(timeline: Timeline, options: argparse.Namespace) -> bool:

@@ -131,19 +131,16 @@ def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
     amount = spans.work if timeline.facts.virtual else spans.blocks
     commands = scene.command[launches]
     launched = np.stack([spans.name[commands], spans.size[commands], amount[commands]])
-    step = np.searchsorted(timeline.marks_of(timeline.ranks[0]), launches, side="right")
     order = np.argsort(run, kind="stable")
     members = [one for one in np.split(order, np.flatnonzero(np.diff(run[order])) + 1) if len(one) >= FEWEST_LAUNCHES]
     seen = [(_path(scene, int(launches[one[0]])), launched[:, one].tobytes()) for one in members]
-    steps = [int(step[one[0]]) for one in members]
-    often = Counter(what for what, _ in {*zip(seen, steps, strict=True)})
-    visits = Counter(place for place, _ in {(place, at) for (place, _), at in zip(seen, steps, strict=True)})
+    runs, often = Counter(place for place, _ in seen), Counter(seen)
     usual = defaultdict[int, list[tuple[int, bytes]]](list)
     for what, count in often.most_common():
-        if count > 1 and len(usual[what[0]]) < MOST_GRAPHS:
+        if len(usual[what[0]]) < MOST_GRAPHS and (count > 1 or runs[what[0]] == 1):
             usual[what[0]].append(what)
     kept = {
-        one for place, found in usual.items() for one in found if 2 * sum(often[each] for each in found) > visits[place]
+        one for place, found in usual.items() for one in found if 2 * sum(map(often.__getitem__, found)) >= runs[place]
     }
     held = [launches[one] for one, what in zip(members, seen, strict=True) if what in kept]
     return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
@@ -14,7 +15,7 @@ from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_EN
 from keepbusy.report.run_report import PlanRow
 from keepbusy.report.source import source_of
 from keepbusy.report.words import look, tame
-from keepbusy.timeline.figures import duration, share, span_of, transition
+from keepbusy.timeline.figures import change, duration, share, span_of, transition
 from keepbusy.timeline.model import NONE
 
 HEIGHT, WIDTH = 12, 80
@@ -52,6 +53,18 @@ def render(
     return laid_out(shown, WITHOUT_END, colour, unicode, links=colour)
 
 
+def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagnosis) -> list[str]:
+    """What a run with fixes made of its plan, what not, what became of the graphs, and what an iteration takes now."""
+    told = [f"made          {words.fix(way)} at {where}" for way, where in made["written"]] or ["made          nothing"]
+    told += [f"graph         {tame(one)}" for one in (graphs[0].splitlines() if graphs else ())]
+    told += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
+    told += [f"left to you   {words.fix(fix)} at {where}: {why}" for fix, where, why in made["left"]]
+    if made["written"] and made["loop"] and made["loop"] == diagnosis.loop:
+        before, now = made["step"], diagnosis.plain_step
+        told.append(f"an iteration  {transition(before, now)}, {change(before, now)}")
+    return told
+
+
 def render_fixed(
     diagnosis: Diagnosis, fixed: list[str], commands: Commands, width: int, *, colour: bool, unicode: bool
 ) -> str:
@@ -59,7 +72,7 @@ def render_fixed(
     width = min(width, WIDTH)
     why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
     first = [*cut_short(diagnosis, width), header(diagnosis, width), Text(), *why, Text()]
-    below = next_commands(commands._replace(fix_now="", write_fix=commands.write_fix), width, side_by_side=True)
+    below = next_commands(commands, width, side_by_side=True)
     return laid_out([*first, *map(Text, fixed), Text(), *below], WITHOUT_END, colour, unicode, links=colour)
 
 

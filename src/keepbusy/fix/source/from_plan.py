@@ -12,7 +12,6 @@ from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
 from keepbusy.fix import ASKED
 from keepbusy.fix.source.planned_edits import captured_at, changed_at, edited_files, origins_of, source_of
 from keepbusy.fix.source.source_edits import edit_of, ways_of
-from keepbusy.report import words
 from keepbusy.timeline.files import BadInput
 
 
@@ -23,8 +22,10 @@ class Rewriting:
 
     sources: dict[str, str] = field(default_factory=dict)
     origins: dict[str, list[int]] = field(default_factory=dict)
-    written: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    written: list[tuple[str, str]] = field(default_factory=list)
+    """Fixes by their names, and where."""
+    left: list[tuple[str, str, str]] = field(default_factory=list)
+    """And why not."""
     step: int = 0
     """Of the recorded run, an iteration of its loop."""
     loop: str = ""
@@ -56,12 +57,10 @@ def rewriting_of(diagnosis: Diagnosis, without: Sequence[str] = (), also: Sequen
             way, sources = allowed[0]
             places = captured_at(held, sources) if way == "graph" else changed_at(held, sources)
             where = places or planned.where
-            made.written.append(f"{words.fix(way)} at {', '.join(_stretches(where))}")
+            made.written.append((way, ", ".join(_stretches(where))))
             held = sources
         elif ways:
-            made.left.append(
-                f"{words.fix(planned.fix)} at {planned.where[0]}: {_why(planned, [way for way, _ in changes])}"
-            )
+            made.left.append((planned.fix, str(planned.where[0]), _why(planned, [way for way, _ in changes])))
     for file, source in held.items():
         whole = str(Path(file).resolve())
         made.sources[whole], made.origins[whole] = source, origins_of(source, source_of(file))

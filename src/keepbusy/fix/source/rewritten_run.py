@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from keepbusy.fix.source.in_memory import StandIns
 from keepbusy.instrument.patches import Function, Patches, when_imported
-from keepbusy.timeline.figures import change, transition
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.runtime.graph.graphed_step import Graphed
 
 FILE = "KEEPBUSY_REWRITING"
@@ -53,17 +51,6 @@ def _follow(graphs: list[Graphed[..., Any]]) -> None:
     Patches().replace(graphed_step, "graph", making)
 
 
-def told(path: Path, now: Diagnosis | None = None) -> list[str]:
-    """What was made of the plan, what not, what became of the graphs, and what an iteration takes `now`."""
-    made = json.loads(path.read_text(encoding="utf-8"))
-    lines = [f"made          {one}" for one in made["written"]] or ["made          nothing"]
-    graphs = sorted(path.parent.glob("graphs*.txt"))
-    if graphs:
-        lines += [f"graph         {one}" for one in graphs[0].read_text(encoding="utf-8").splitlines()]
-    if graphs[1:]:
-        lines.append(f"              in one of {len(graphs)} processes")
-    lines += [f"left to you   {one}" for one in made["left"]]
-    before = made["step"]
-    if now is not None and made["written"] and made["loop"] and made["loop"] == now.loop:
-        lines.append(f"an iteration  {transition(before, now.plain_step)}, {change(before, now.plain_step)}")
-    return lines
+def graphs_of(path: Path) -> list[str]:
+    """What each process that used graphs has left about them."""
+    return [one.read_text(encoding="utf-8") for one in sorted(path.parent.glob("graphs*.txt"))]
