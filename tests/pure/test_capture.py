@@ -128,3 +128,17 @@ def test_the_plan_says_what_stays_outside() -> None:
 
     [fix] = [one for one in told(body).plan if one.fix == "graph"]
     assert fix.reason == "Graphs hold 92% of the launches. What data.py:3 does stays outside."
+
+
+@pytest.mark.parametrize(("logged", "launching"), [(True, [7]), (False, [])])
+def test_in_a_log_what_came_before_a_call_may_be_of_the_statement_before(logged: bool, launching: list[int]) -> None:
+    """All of that time has the frames of the call. What came after it is the statement's own."""
+
+    def body(run: Run) -> None:
+        with run.inside("train.py(7): train", exact=True):
+            launches(run.work(3_000, at=[PREPARE]))
+        with run.inside("train.py(8): train", exact=True):
+            launches(launches(run).work(3_000, at=[PREPARE]))
+
+    lines = capture_of(Scene(loop(body, 8).change_facts(logged=logged))).lines
+    assert [line for one in lines if one.function == "train" for line, _ in one.launching] == launching

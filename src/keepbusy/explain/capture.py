@@ -57,7 +57,7 @@ def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
     inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
     inside &= ~timeline.on_device & ~stays
     launched = np.append(inside, False)[scene.launch] & (scene.launch != NONE)
-    parted |= frames_around(timeline.frames, spans.frame[by_hand])
+    parted = _parted_by(scene, stays | by_hand) | _holds_steps(scene)
     return Capture(
         inside | launched,
         inside & scene.is_sync,
@@ -76,6 +76,23 @@ def _holds_steps(scene: Scene) -> Mask:
         begun = np.searchsorted(marks, frames.start, side="right")
         result |= (timeline.rank_of_lanes[frames.lane] == rank) & (np.searchsorted(marks, frames.end) > begun + 1)
     return result
+
+
+def _parted_by(scene: Scene, stays: Mask) -> Mask:
+    """Frames in which something stays. In a log, what came before a call of the driver has that call's frames: before
+    the first one in a frame, and in pieces of it without any, it may as well be of the statement before."""
+    spans, frames = scene.timeline.spans, scene.timeline.frames
+    if not scene.timeline.facts.logged:
+        return frames_around(frames, spans.frame[stays])
+    rows, calls = np.flatnonzero(stays), np.flatnonzero(~scene.timeline.on_device & (spans.kind != Kind.WORK))
+    first, result = np.full(len(frames) + 1, len(spans)), np.zeros(len(frames) + 1, bool)
+    for frame in outwards(frames, spans.frame[calls]):
+        np.minimum.at(first, frame, calls)
+    calling = np.unique(frames.name[first[:-1] < len(spans)])  # others never call the driver: what they do is their own
+    alone = np.append(~np.isin(frames.name, calling), False)
+    for frame in outwards(frames, spans.frame[rows]):
+        result[frame[(spans.kind[rows] != Kind.WORK) | (rows > first[frame]) | alone[frame]]] = True
+    return result[:-1]
 
 
 def _lines(scene: Scene, captured: Ints, parted: Mask) -> tuple[CapturedLines, ...]:

@@ -43,7 +43,7 @@ _HARMLESS = {
     *("no_grad", "enable_grad", "autocast", "parameters", "named_parameters", "children", "modules", "buffers"),
     *("items", "keys", "values", "size", "dim", "numel", "detach", "view", "reshape", "view_as", "expand", "expand_as"),
     *("unsqueeze", "squeeze", "transpose", "permute", "flatten", "chunk", "split", "unbind", "narrow", "select"),
-    *("to", "cuda", "data_ptr", "contiguous", "type", "get_device", "is_floating_point"),
+    *("to", "cuda", "data_ptr", "contiguous", "type", "get_device", "is_floating_point", "unscale_"),
 }
 """Functions and methods without any effect that a replay would have to repeat, as long as they launch nothing."""
 _SETS_UP = {"train", "eval", "zero_grad", "unscale_", "parameters"}

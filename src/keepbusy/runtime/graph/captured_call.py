@@ -54,6 +54,10 @@ class StepCall:
         leaves, spec = tree_flatten(self.given)
         return spec != self.spec or any(map(operator.is_not, leaves, self.leaves))
 
+    def numbers(self) -> list[float]:
+        """Those among the arguments, which a graph keeps as they are."""
+        return [one for one in self.leaves if type(one) in (int, float)]
+
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""
         return ["the structure of the arguments", *map(_label, self.leaves)]

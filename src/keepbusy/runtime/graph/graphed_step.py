@@ -169,6 +169,7 @@ class Rehearsal:
         self._trained: list[Tensor] | None = None
         self._changes: list[HostChange] = []
         self._returned: tuple[Any, Any] = (None, None)
+        self._numbers: list[list[float]] = []
 
     @property
     def over(self) -> bool:
@@ -176,6 +177,7 @@ class Rehearsal:
 
     def run(self, call: StepCall) -> Any:
         """One eager call."""
+        self._numbers.append(call.numbers())
         returned = self._calls[0](call)
         del self._calls[0]
         return returned
@@ -227,6 +229,9 @@ class Rehearsal:
             self.rates.count_on_device()
             self._trained = None
         self.kind = (*call.kind, *self.key.kind())
+        changing = [one[-1] for one in zip(*self._numbers, strict=False) if len({*one}) == len(one)]
+        if changing:
+            self.finding = f"the argument {changing[0]!r} is another number at each call; pass it as a tensor"
         with self.rates.on_device(), self.participants.watching() as gradients, self.written.watching():
             returned = self._result(self._eager.run(call), gradients)
         if self.finding:
