@@ -111,6 +111,31 @@ def schedule_of_tensors(wrap: Wrap, count: int) -> list[Tensor]:
     return [*found, *model.parameters()]
 
 
+def schedules_in_the_step(wrap: Wrap, count: int) -> list[Tensor]:
+    """Two of them, of which one steps the other two that it is made of."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=True)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+    falling = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    schedules = [
+        torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, falling], [5]),
+        torch.optim.lr_scheduler.StepLR(optimizer, 4),
+    ]
+
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        return loss
+
+    step = wrap(train)
+    found = [step(x, y) for x, y in batches(count)]
+    return [*found, torch.tensor([optimizer.param_groups[0]["lr"], warm.last_epoch]), *model.parameters()]
+
+
 def schedule_of_floats(wrap: Wrap, count: int) -> list[Tensor]:
     """The rate is a Python float, new at each step."""
     model = net()
@@ -286,6 +311,7 @@ LOOPS: list[Loop] = [
     plain_sgd,
     scaled_and_clipped,
     schedule_of_tensors,
+    schedules_in_the_step,
     schedule_of_constants,
     gradients_cleared_last,
     gradients_applied_first,

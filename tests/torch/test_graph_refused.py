@@ -43,7 +43,8 @@ def refusal(step: Callable[..., Any], inputs: list[Any], after: Callable[[], obj
     return str(warning.message)
 
 
-def test_a_schedule_inside_the_step_is_named() -> None:
+def test_a_schedule_whose_rate_the_step_looks_at_is_named() -> None:
+    """Else it steps once the replay is enqueued; here the step would find the rate of before."""
     model = net()
     optimizer = adam(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
@@ -53,10 +54,13 @@ def test_a_schedule_inside_the_step_is_named() -> None:
         cross_entropy(model(x), y).backward()
         optimizer.step()
         schedule.step()
+        rates.append(schedule.get_last_lr())
 
+    rates: list[list[float]] = []
     told = refusal(train, [*batches(4)])
     assert "it changes the epoch of StepLR on the host" in told
     assert "(schedule.step())" in told
+    assert len(rates) == 4
 
 
 def test_an_optimizer_that_counts_on_the_host_is_named() -> None:

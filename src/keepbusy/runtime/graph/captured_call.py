@@ -261,6 +261,8 @@ class CapturedCall:
         self._graph, self._inputs, self._outputs, self._gradients = graph, inputs, outputs, gradients
         self.pattern = pattern
         self.replays = 0
+        self.schedules: list[Callable[[], Any]] = []
+        """Steps of learning rate schedules, which follow each replay."""
         self._alive = alive  # what the graph reads without owning it
 
     def replay(self, tensors: list[Tensor]) -> Any:

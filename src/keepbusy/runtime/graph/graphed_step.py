@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from keepbusy.runtime.graph.host_state import HostChange, HostState, StateKey, c
 from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
 from keepbusy.runtime.graph.named_values import NamedValues
 from keepbusy.runtime.graph.names_read import PLAIN, StepNames
-from keepbusy.runtime.graph.participants import Gradients, Participants
+from keepbusy.runtime.graph.participants import Gradients, HeldSchedules, Participants, may_be_held
 from keepbusy.runtime.graph.replay_check import COMPARED_FIRST, WrittenTensors, is_compared, replay_compared
 from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
 from keepbusy.runtime.module_parts import submodules
@@ -164,6 +164,8 @@ class Rehearsal:
     def __init__(self, eager: EagerStream) -> None:
         self.participants, self.finding = Participants(), ""
         self.worth = ReplayWorth()
+        self.holds = False
+        """Whether schedules step once the call is over."""
         self._eager = eager
         self._calls = [self._first_call, self._second_call, self._third_call]
         self._trained: list[Tensor] | None = None
@@ -178,7 +180,10 @@ class Rehearsal:
     def run(self, call: StepCall) -> Any:
         """One eager call."""
         self._numbers.append(call.numbers())
-        returned = self._calls[0](call)
+        if self._calls[0] == self._second_call:
+            self._find_names()
+        with HeldSchedules().holding() if self.holds else nullcontext():
+            returned = self._calls[0](call)
         del self._calls[0]
         return returned
 
@@ -200,7 +205,7 @@ class Rehearsal:
             return returned
         return detached(returned)
 
-    def _second_call(self, call: StepCall) -> Any:
+    def _find_names(self) -> None:
         step = self._eager.step
         if isinstance(step, BoundStep):
             self._names = StepNames(step.__wrapped__, self.participants.modules, step.named())
@@ -208,6 +213,10 @@ class Rehearsal:
             self._names = StepNames(step, self.participants.modules)
         self.host = HostState(self.participants, self._names)
         self.written = WrittenTensors(self.participants, self.host)
+        schedulers = self.participants.schedulers
+        self.holds = bool(schedulers) and may_be_held(schedulers, self._names.words)
+
+    def _second_call(self, call: StepCall) -> Any:
         before = self.host.read()
         with self.participants.watching() as gradients, self.written.watching():
             returned = self._result(self.worth.time_eager(lambda: self._eager.run(call)), gradients)
@@ -284,7 +293,8 @@ class StepGraphs:
         self._participants, self._rates, self._key = rehearsal.participants, rehearsal.rates, rehearsal.key
         self._host, self._written = rehearsal.host, rehearsal.written
         self._stream = torch.cuda.current_stream()
-        self._worth = rehearsal.worth
+        self._worth, self._holds = rehearsal.worth, rehearsal.holds
+        self._schedules = HeldSchedules()
         self.is_decided = False
         """Whether replays are known to take less time."""
         self.finding = ""
@@ -327,9 +337,9 @@ class StepGraphs:
             return self._replay(captured, given, call.tensors)
         match self._capturable.get(kind):
             case None:
-                return self._first(call, kind)
+                return self._with_schedules(lambda: self._first(call, kind))
             case True:
-                return self._capture(call, kind)
+                return self._with_schedules(lambda: self._capture(call, kind))
         return self._eager(call)
 
     def run_timed(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -345,9 +355,12 @@ class StepGraphs:
         self._rates.send()
         captured.replays += 1
         if is_compared(captured.replays):
-            return self._compare(captured, StepCall(*given))
+            return self._with_schedules(lambda: self._compare(captured, StepCall(*given)))
         self._tally["replayed"] += 1
-        return captured.replay(tensors)
+        returned = captured.replay(tensors)
+        for step in captured.schedules:
+            step()
+        return returned
 
     def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
         try:
@@ -362,10 +375,19 @@ class StepGraphs:
             if captured.replays <= COMPARED_FIRST:
                 raise Uncapturable("there is too little memory to compare a replay with an eager call") from None
             self._tally["replayed"] += 1
+            self._schedules.steps = [*captured.schedules]
             return captured.replay(call.tensors)
         self._tally["eager" if finding else "compared"] += 1
         self.finding = finding
         return returned
+
+    def _with_schedules(self, run: Callable[[], Any]) -> Any:
+        """They step once it is over, and the host's state has been compared."""
+        if not self._holds:
+            return run()
+        self._schedules = HeldSchedules()
+        with self._schedules.holding():
+            return run()
 
     def release(self) -> None:
         """Optimizers as the user made them, and memory as it was."""
@@ -408,6 +430,7 @@ class StepGraphs:
             with self._rates.on_device(), self._written.watching(is_captured=True):
                 captured = capture_call(call, self._eager_stream, self._participants, [before, *self._key.held()])
         except Uncapturable as reason:
+            self._schedules.steps.clear()
             if not self._captured:
                 raise
             self._capturable[kind] = False
@@ -418,6 +441,7 @@ class StepGraphs:
         if changes:  # this once the graph does what its capture did on the host
             self.finding = f"it {changes[0].why}"
         else:
+            captured.schedules = [*self._schedules.steps]
             self._captured[kind] = captured
         return captured.replay_filled(call.tensors)
 

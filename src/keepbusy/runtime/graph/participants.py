@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from keepbusy.runtime.module_parts import own_weights
@@ -159,6 +159,42 @@ def leave(held: list[HeldGradient]) -> None:
     for leaf, _, left, _ in held:
         if leaf.grad is not left:
             leaf.grad = left
+
+
+class HeldSchedules:
+    """Steps of learning rate schedules that a step makes, held back until it is over: they change the host alone, so
+    they follow a replay as they follow an eager call."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], Any]] = []
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """They are made as this ends, also where the step fails."""
+        restores = [self._hold(kind) for kind in _kinds(LRScheduler) if "step" in vars(kind)]
+        try:
+            yield
+        finally:
+            for restore in restores:
+                restore()
+            for step in self.steps:
+                step()
+
+    def _hold(self, kind: Any) -> Callable[[], None]:
+        function = vars(kind)["step"]
+
+        @functools.wraps(function)
+        def held(*arguments: Any, **options: Any) -> None:
+            self.steps.append(functools.partial(function, *arguments, **options))
+
+        kind.step = held
+        return functools.partial(setattr, kind, "step", function)
+
+
+def may_be_held(schedulers: Iterable[LRScheduler], words: Set[str]) -> bool:
+    """Whether nothing in the step, which uses these words, looks at what they change."""
+    follow_values = any(isinstance(one, ReduceLROnPlateau) for one in schedulers)
+    return not follow_values and not words & {"get_last_lr", "_last_lr", "last_epoch", "param_groups"}
 
 
 def _version(gradient: Tensor | None) -> int:
