@@ -165,16 +165,16 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 702,
-    "timeline": 3106,
+    "timeline": 3108,
     "traces": 2420,
     "instrument": 3722,
     "log": 3315,
     "virtual": 9264,
-    "explain": 4860,
-    "report": 3332,
-    "runtime": 6708,
-    "cli": 3942,
-    "fix": 7465,
+    "explain": 4895,
+    "report": 3358,
+    "runtime": 6867,
+    "cli": 3945,
+    "fix": 2898,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

@@ -21,6 +21,8 @@ from keepbusy.timeline.model import NONE
 HEIGHT, WIDTH = 12, 80
 """Lines and columns of a verdict at most."""
 LONGEST_PLACE = 28
+MOST_LEFT = 3
+"""Fixes that a run with fixes leaves to its author, the first of the plan."""
 _LAYOUTS = (
     *((listed, side_by_side, [Text()]) for listed in (3, 2) for side_by_side in (False, True)),
     (2, True, []),
@@ -58,7 +60,7 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
     told = [f"made          {words.fix(way)} at {where}" for way, where in made["written"]] or ["made          nothing"]
     told += [f"graph         {tame(one)}" for one in (graphs[0].splitlines() if graphs else ())]
     told += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
-    told += [f"left to you   {words.fix(fix)} at {where}: {why}" for fix, where, why in made["left"]]
+    told += [f"left to you   {words.fix(fix)} at {where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
     if made["written"] and made["loop"] and made["loop"] == diagnosis.loop:
         before, now = made["step"], diagnosis.plain_step
         told.append(f"an iteration  {transition(before, now)}, {change(before, now)}")
@@ -193,9 +195,9 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
     shown = rows[:listed]
     names, predictions = [words.fix(row.fix.fix) for row in shown], [_in_short(row) for row in shown]
     room = width - 3 - 2 - 2 - max(map(len, names)) - max(map(len, predictions))
-    places = [_place(row.fix.where) for row in shown]
+    places = [_region(row.fix) or _place(row.fix.where) for row in shown]
     if max(map(len, places)) > room:
-        places = [_place(row.fix.where, most_lines=1) for row in shown]
+        places = [_region(row.fix) or _place(row.fix.where, most_lines=1) for row in shown]
     is_narrow = max(map(len, places)) > room
     items = list[Text]()
     for number, (row, place, name, prediction) in enumerate(zip(shown, places, names, predictions, strict=True), 1):
@@ -245,6 +247,16 @@ def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
         whole = f"this run {transition(diagnosis.run.time, run_after)}"
     told = ", ".join(part for part in (faster, whole) if part)
     return f"{together}{told}" if told else ""
+
+
+def _region(fix: PlannedFix) -> str:
+    """`train.py:31-38`: from the first to the last line that a graph holds, in the function that launches most."""
+    if not fix.captured:
+        return ""
+    lines = [line for line, _ in fix.captured[0].launching]
+    last = f"-{lines[-1]}" if lines[1:] else ""
+    more = f" +{len(fix.captured) - 1}" if fix.captured[1:] else ""
+    return f"{short_place(Where(file=fix.captured[0].file, line=lines[0], exact=True))}{last}{more}"
 
 
 def _place(where: tuple[Where, ...], most_lines: int = 3) -> str:

@@ -73,12 +73,12 @@ def _name(way: str) -> str:
 
 
 def _why(planned: PlannedFix, ways: Sequence[str]) -> str:
-    """Why it was not made."""
-    if not ways:
-        return f"by hand: {planned.code or planned.advice}"
-    edit = edit_of(ways[0])
+    """Why it was not made. `ways`: those that would change the source, and may change results."""
+    if planned.fix not in ways:
+        return planned.code or planned.advice
+    edit = edit_of(planned.fix)
     because = f", for {edit.why}" if edit and edit.why else ""
-    return f"results may differ{because}; `--also {_name(ways[0])}` makes it"
+    return f"results may differ{because}; `--also {_name(planned.fix)}` makes it"
 
 
 def _stretches(where: Sequence[Where]) -> Iterator[str]:
