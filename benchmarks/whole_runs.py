@@ -7,8 +7,8 @@ PROGRAMS.json lists them: [{"name", "folder" (beside that file), "command": ["py
 "num_workers", "options": ["-j", "{}"], "edits": [[file, text, its replacement], ...]}, ...]}, ...]. What is made is the
 first of `made` whose name the plan's first row begins with; `{}` is what stands behind that row's equals sign. A file
 `prepare.sh` in a program's folder is sourced first. With --fix each also runs under `keepbusy run --fix`, with the plan
-of the run that was watched. Plain runs stand first and last. What a program prints of its losses is found by the pattern
-`shown`: numbers that two plain runs agree about must be the same in each other run.
+of the run that was watched. Plain runs stand first and last. What a program prints of its losses is found by the
+pattern `shown`: numbers that two plain runs agree about must be the same in each other run.
 """
 
 from __future__ import annotations

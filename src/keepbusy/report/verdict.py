@@ -250,13 +250,15 @@ def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
 
 
 def _region(fix: PlannedFix) -> str:
-    """`train.py:31-38`: from the first to the last line that a graph holds, in the function that launches most."""
-    if not fix.captured:
+    """`train.py:31-38`: from the first to the last line that a graph holds, in the function that launches most. "" where
+    lines are not known exactly."""
+    known = {place.file for place in fix.where if place.exact}
+    held = [one for one in fix.captured if one.file in known and one.launching]
+    if not held:
         return ""
-    lines = [line for line, _ in fix.captured[0].launching]
-    last = f"-{lines[-1]}" if lines[1:] else ""
-    more = f" +{len(fix.captured) - 1}" if fix.captured[1:] else ""
-    return f"{short_place(Where(file=fix.captured[0].file, line=lines[0], exact=True))}{last}{more}"
+    lines = [line for line, _ in held[0].launching]
+    last, more = f"-{lines[-1]}" if lines[1:] else "", f" +{len(held) - 1}" if held[1:] else ""
+    return f"{short_place(Where(file=held[0].file, line=lines[0], exact=True))}{last}{more}"
 
 
 def _place(where: tuple[Where, ...], most_lines: int = 3) -> str:
