@@ -81,6 +81,7 @@ def train(loader, model, losses):
     for step, (x, y) in enumerate(loader):
         out = model(x)
         loss = (out - y).square().mean()
+        loss.backward()
         total += loss.item() * x.size(0)
         correct += (out > y).sum().item()
         losses.append(loss.item())
@@ -97,6 +98,7 @@ def train(loader, model, losses):
     for step, (x, y) in enumerate(loader):
         out = model(x)
         loss = (out - y).square().mean()
+        loss.backward()
         total += loss.detach().double() * x.size(0)
         correct += (out > y).sum()
         losses.append(loss.item())
@@ -119,7 +121,7 @@ def test_reads_of_all_kinds_give_what_they_gave(capsys: pytest.CaptureFixture[st
     import torch
 
     torch.manual_seed(0)
-    batches, told = [(torch.randn(5, 3), torch.randn(5, 3)) for _ in range(5)], []
+    batches, told = [(torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)) for _ in range(5)], []
     for source in (READS, PUT_OFF):
         names: dict[str, Any] = {}
         exec(source, names)
@@ -241,7 +243,7 @@ def test_an_optimizer_is_fused_unless_it_chose_otherwise() -> None:
 
 @pytest.mark.parametrize("begin", ["", "\ufeff"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize(("source", "fix", "line"), [(LOOP, "keep_memory", 19), (READS, "readback", 6)])
+@pytest.mark.parametrize(("source", "fix", "line"), [(LOOP, "keep_memory", 19), (READS, "readback", 7)])
 def test_ends_of_lines_stay_as_they_are(source: str, fix: str, line: int, begin: str, end: str) -> None:
     plain = edited(source, fix, [line])
     assert plain is not None
@@ -308,3 +310,33 @@ def test_lines_are_found_again_after_other_fixes() -> None:
 def test_a_source_that_cannot_be_read_is_left_alone() -> None:
     assert edited("def (:", "prefetch", [1]) is None
     assert edited(LOOP, "no such fix", [1]) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("total += loss.item()", "total += count.item()"),  # perhaps a whole number, and so the sum
+        ("    total = 0.0", "    total = None"),
+        ("    for x in loader:", "    try:\n      for x in loader:"),
+        ("print(total)", 'print(f"{total=}")'),
+        ("    for x in loader:", "    for epoch in epochs:\n     print(total)\n     for x in loader:"),
+    ],
+)
+def test_a_read_stays_where_what_it_gives_would_be_seen_to_differ(before: str, after: str) -> None:
+    source = """\
+def train(loader, model):
+    total = 0
+    for x in loader:
+        loss = model(x)
+        loss.backward()
+        total += loss.item()
+        if x is None:
+            print(total)
+    return total
+"""
+    assert edited(source, "readback", range(1, 12)) is not None
+    changed = source.replace(before, after) if before in source else source.replace("    total = 0", after)
+    if "try" in after:
+        changed = changed.replace("    return", "    except ValueError: pass\n    return")
+    compile(changed, "train.py", "exec")
+    assert edited(changed, "readback", range(1, 14)) is None

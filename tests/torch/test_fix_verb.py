@@ -119,6 +119,24 @@ def test_a_rewritten_program_fails_at_the_lines_of_its_file(folder: Path) -> Non
     assert "captured_fit: " in fixed.stdout
 
 
+def test_a_line_that_fails_within_a_graph_is_shown_where_it_stands(folder: Path) -> None:
+    failing = FAILING.replace(
+        'x = torch.ones(4, 8, device="cuda")\n        for step in range(20):\n',
+        """\
+for step in range(20):
+            x = torch.ones(4, 8 if step < 18 else 9, device="cuda")
+""",
+    )
+    (folder / "failing.py").write_text(failing)
+    plain = keepbusy(folder, "run", "--clock", "modelled", "failing.py")
+    fixed = keepbusy(folder, "run", "--fix", "--clock", "modelled", "failing.py")
+    assert plain.returncode == fixed.returncode == 1
+    shown = [[*filter(lambda line: "failing.py" in line, one.stderr.splitlines())] for one in (plain, fixed)]
+    assert shown[0] == shown[1]
+    assert "line 12, in fit" in fixed.stderr
+    assert "captured_fit: " in fixed.stdout
+
+
 BUSY = """\
 import torch
 

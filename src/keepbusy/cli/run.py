@@ -262,6 +262,13 @@ def _rewriting(options: argparse.Namespace) -> Path:
     return path
 
 
+def _script_of(command: Sequence[str]) -> str:
+    """What was run, after the device and the number of ranks."""
+    while command and command[0] in ("--on", "--ranks", "-m"):
+        command = command[1 if command[0] == "-m" else 2 :]
+    return command[0] if command else ""
+
+
 def _plainly(options: argparse.Namespace) -> str:
     """The command that records the program as it is."""
     return shlex.join(["keepbusy", "run", *_to_run_again(options)])
@@ -291,7 +298,7 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     timeline = load(before)
     facts = timeline.facts
     again = _plainly(options)
-    in_its_folder = options.script in facts.command and facts.folder == _current_folder()
+    in_its_folder = _script_of(facts.command) == options.script and facts.folder == _current_folder()
     if not in_its_folder and Path(facts.folder, facts.source).resolve() != Path(options.script).resolve():
         other = shlex.join(facts.command) or facts.named
         raise BadInput(
@@ -300,11 +307,15 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
         )
     diagnosis = keepbusy.explain(timeline, None, (), options.workers)
     with where_it_ran(diagnosis):
+        places = [place.file for one in diagnosis.plan for place in one.where]
+        places += [lines.file for one in diagnosis.plan for lines in one.captured]
+        files = {Path(file).resolve() for file in places if file.endswith(".py") and Path(file).is_file()}
         made = rewriting_of(diagnosis, options.without, options.also)
-    for file in made.sources:
-        if Path(file).stat().st_mtime > before.stat().st_mtime:
+    for file in sorted(files):
+        if file.stat().st_mtime > before.stat().st_mtime:
             raise BadInput(
-                f"{shown(file)} has changed since the run that --fix takes its plan from; record it again: `{again}`."
+                f"{shown(str(file))} has changed since the run that --fix takes its plan from; "
+                f"record it again: `{again}`."
             )
     made.save(path)
 
@@ -381,6 +392,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     timeline = timeline.change_facts(command=_to_run_again(options), folder=_current_folder())
     if options.save:
         save(timeline, None, options.save_at)
+        os.utime(options.save_at, (options.began, options.began))  # so that sources which changed later are known
     if not timeline.on_device.any() and timeline.facts.run is None:
         ended = timeline.facts.cut_short
         raise BadInput(

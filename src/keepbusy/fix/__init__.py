@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-ASKED = ("accumulate", "fuse_optimizer", "keep_shapes", "num_workers", "prepare_in_workers")
-"""Fixes that `run --fix` makes only where they are named: results may differ then, by rounding or by a random seed."""
+ASKED = ("accumulate", "fuse_optimizer", "keep_shapes", "num_workers", "prepare_in_workers", "save_later")
+"""Fixes that `run --fix` makes only where they are named: results may differ then, by rounding or by a random seed, or
+a file is there a little later."""
 IN_THE_SOURCE = {
     "accumulate": ("accumulate",),
     "compile": ("fuse_optimizer",),

@@ -47,6 +47,8 @@ COMPILE: list[Callable[[bytes, str], CodeType]] = [
     lambda source, path: compile(source, path, "exec", dont_inherit=True)
 ]
 """How a script becomes code; the last one counts."""
+LIFTED = set[CodeType]()
+"""Code of statements that were lifted out of a function: they are shown as if they stood there."""
 _FILE = __file__
 _BETWEEN = tuple(
     f"{OURS}{room}{os.sep}" for room in ("instrument", "recording", "virtual", "fix", f"runtime{os.sep}graph")
@@ -297,6 +299,8 @@ def _leave_us_out(error: BaseException) -> None:
     while stack is not None:
         file = stack.tb_frame.f_code.co_filename
         if not file.startswith(OURS if not frames else _BETWEEN):
+            if stack.tb_frame.f_code in LIFTED:
+                del frames[-1:]  # whoever called it
             frames.append(stack)
         stack = stack.tb_next
     for outer, inner in pairwise([*frames, None]):

@@ -250,8 +250,9 @@ def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
 
 
 def _region(fix: PlannedFix) -> str:
-    """`train.py:31-38`: from the first to the last line that a graph holds, in the function that launches most. "" where
-    lines are not known exactly."""
+    """`train.py:31-38`: from the first to the last line that a graph holds, in the function that launches most.
+
+    "" where lines are not known exactly."""
     known = {place.file for place in fix.where if place.exact}
     held = [one for one in fix.captured if one.file in known and one.launching]
     if not held:

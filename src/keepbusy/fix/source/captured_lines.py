@@ -30,9 +30,8 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keepbusy.explain.diagnosis import CapturedLines
+from keepbusy.fix.source.in_memory import LIFTED
 
-CAPTURED = "captured_"
-"""What the names of the functions begin with."""
 FEWEST_LAUNCHES = 8
 """As many as `explain.capture` asks for."""
 _BLOCKS = ("body", "orelse", "finalbody")
@@ -46,6 +45,25 @@ _HARMLESS = {
     *("to", "cuda", "data_ptr", "contiguous", "type", "get_device", "is_floating_point", "unscale_"),
 }
 """Functions and methods without any effect that a replay would have to repeat, as long as they launch nothing."""
+_ARRIVING = _HARMLESS | {
+    "cpu",
+    "pin_memory",
+    "numpy",
+    "long",
+    "half",
+    "float",
+    "item",
+    "tolist",
+    "zeros",
+    "from_numpy",
+    "next",
+}
+"""What brings values to the device or home: it may stand before the captured statements that follow, or behind them."""
+_COLLECTING = _ARRIVING | {
+    *("append", "extend", "update", "add", "put", "push", "record", "write", "print", "info", "debug", "warning"),
+    *("log", "add_scalar", "set_postfix", "set_description", "format", "sum", "mean", "exp", "round", "perf_counter"),
+}
+"""What keeps and shows results: it may stand behind captured statements that it stood before."""
 _SETS_UP = {"train", "eval", "zero_grad", "unscale_", "parameters"}
 _LOOKS_AT_ITSELF = {"super", "locals", "globals", "vars", "eval", "exec", "__class__"}
 
@@ -99,7 +117,7 @@ def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collect
     taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     taken |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for region in regions:
-        base = name = f"{CAPTURED}{getattr(function.node, 'name', 'step').strip('_')}"
+        base = name = f"{LIFTED}{getattr(function.node, 'name', 'step').strip('_')}"
         number = 1
         while name in taken:
             number += 1
@@ -277,6 +295,7 @@ class _Function:
         self.own = [one for part in ast.iter_child_nodes(node) for one in _own_nodes(part)]
         self._counters = {name for one in self.own for name in _counts(one)}
         self._local = self._locals_of(node, self.own)
+        self._shared = {name for one in self.own if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
         imports = [one for one in ast.walk(around[0]) if isinstance(one, ast.Import | ast.ImportFrom)]
         of_objects = [one for one in ast.walk(around[0]) if isinstance(one, ast.Attribute | ast.Name)]
         stored = [one for one in of_objects if isinstance(one.ctx, ast.Store)]
@@ -290,7 +309,7 @@ class _Function:
         known = node.args
         given = [*known.posonlyargs, *known.args, *known.kwonlyargs, known.vararg, known.kwarg]
         names = {one.arg: None for one in given if one is not None}
-        names |= {one.id: None for one in own if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+        names |= {name: None for one in own for name in _bound_by(one)}
         shared = {name for one in own if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
         return {name: None for name in names if name not in shared}
 
@@ -395,10 +414,12 @@ class _Function:
                 region.before, region.after, waiting, end = [*before], [*after], [], place + 1
             elif kinds[place] in ("mixed", "fixed") or not _moves(one):
                 break
-            elif all(self._independent(one, other, []) for other in (*passed, *after)):
+            elif _is_known(one, _ARRIVING) and all(self._independent(one, other, []) for other in (*passed, *after)):
                 before.append(one)
-            else:
+            elif _is_known(one, _ARRIVING | _COLLECTING):
                 after.append(one)
+            else:
+                break
         sets_modes = any(_Uses(one.nodes).called & {"train", "eval"} for one in region.captured)
         wanted = {"zero_grad", *({"train", "eval"} if sets_modes else ())}
         while begin > 0 and kinds[begin - 1] == "neutral" and _Uses(statements[begin - 1].nodes).called & wanted:
@@ -435,10 +456,15 @@ class _Function:
         flow = _Flow(node for one in region.captured for node in one.nodes)
         needed, stored = flow.needed, flow.stored
         live = self._live([*region.after, *rest], path) | {name for name in stored if "." in name}
+        handlers = [one for around, _, _ in path if isinstance(around, ast.Try) for one in around.handlers]
+        if set(stored) & (self._shared | {*_Uses(handlers).loads}):
+            return False  # after an error in the middle of them, or to whom they call, they would be what they were
         maybe = set(stored) - flow.defined
         made = [name for name in stored if name in live]
         inside = {id(part) for one in region.captured for node in one.nodes for part in ast.walk(node)}
         outside = [one for one in self.own if id(one) not in inside]
+        if {*made} & {name for one in outside for name in _shown_whole(one)}:
+            return False  # `print(loss)` shows how it was made, which no replay tells
         known = {one.id for one in outside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
         known |= {name for name in (*needed, *stored) if "." in name}
         if isinstance(self.node, ast.Module):
@@ -516,6 +542,32 @@ def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
             yield from _own_nodes(part)
 
 
+def _bound_by(node: ast.AST) -> Iterator[str]:
+    """Names that it gives a value, in the function that it stands in."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import() | ast.ImportFrom():
+            yield from ((one.asname or one.name).partition(".")[0] for one in node.names)
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name
+        case ast.MatchMapping(rest=str(name)):
+            yield name
+
+
+def _shown_whole(node: ast.AST) -> Iterator[str]:
+    """Names whose values become text as they are, or are asked how they were made."""
+    match node:
+        case ast.Call(func=ast.Name(id="print" | "str" | "repr"), args=given):
+            yield from (one.id for one in given if isinstance(one, ast.Name))
+        case ast.FormattedValue(value=ast.Name(id=name), format_spec=None):
+            yield name
+        case ast.Attribute(value=ast.Name(id=name), attr="grad_fn" | "requires_grad" | "is_leaf"):
+            yield name
+
+
 def _statements(block: Sequence[ast.stmt]) -> list[Statement]:
     found: list[Statement] = []
     for node in block:
@@ -548,6 +600,15 @@ def _serves(one: Statement, following: Iterable[Statement]) -> bool:
     uses = _Uses(one.nodes)
     read = {name for late in following for name in _Uses(late.nodes).loads}
     return bool(uses.called & _SETS_UP) or bool({*uses.stores} & read)
+
+
+def _is_known(statement: Statement, harmless: Set[str]) -> bool:
+    """Whether it calls nothing that might have an effect on what its names do not tell of."""
+    called = _Uses(statement.nodes).called
+    steps = [node for node in statement.nodes if isinstance(node, ast.Expr) and "step" in _Uses([node]).called]
+    if "step" in called and len(steps) == len(statement.nodes) == 1 and called == {"step"}:
+        return harmless >= _COLLECTING  # of a schedule or a profiler: what stands before it stays before it
+    return called <= harmless
 
 
 def _moves(statement: Statement) -> bool:

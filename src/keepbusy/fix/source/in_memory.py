@@ -12,6 +12,8 @@ from typing import Any
 from keepbusy.instrument import script
 from keepbusy.instrument.patches import Function, Patches
 
+LIFTED = "captured_"
+"""What the names of functions begin with that statements were lifted into."""
 _NO_COLUMN = -1
 
 
@@ -30,9 +32,12 @@ class StandIns:
         whole = str(Path(path).resolve())
         if whole not in self._sources:
             return script.COMPILE[0](source, path)
-        tree = ast.parse(self._sources[whole])
-        give_lines(tree, self._sources[whole], source, self._origins[whole])
-        return compile(tree, path, "exec", dont_inherit=True)
+        tree, origins = ast.parse(self._sources[whole]), self._origins[whole]
+        lifted = _lifted_from(tree, source, origins)
+        give_lines(tree, self._sources[whole], source, origins)
+        code = compile(tree, path, "exec", dont_inherit=True)
+        constants = [_named(one, lifted) if isinstance(one, CodeType) else one for one in code.co_consts]
+        return code.replace(co_consts=tuple(constants))
 
     def _reading(self, plain: Function) -> Function:
         """What Python has kept of a file's code is the file's own."""
@@ -46,18 +51,46 @@ class StandIns:
         return get_code
 
 
+def _lifted_from(tree: ast.Module, own: bytes, origins: Sequence[int]) -> dict[str, str]:
+    """Of functions that statements were lifted into, the name of the function that these stand in."""
+    functions = [one for one in ast.walk(ast.parse(own)) if isinstance(one, ast.FunctionDef)]  # outer ones come first
+    lifted = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(LIFTED):
+            line = origins[node.body[0].lineno - 1]
+            around = [one.name for one in functions if one.lineno <= line <= (one.end_lineno or 0)]
+            lifted[node.name] = (["<module>", *around])[-1]
+    return lifted
+
+
+def _named(code: CodeType, lifted: Mapping[str, str]) -> CodeType:
+    """In tracebacks it has the name of the function around it, whose frame is left out: see `script.LIFTED`."""
+    if code.co_name not in lifted:
+        return code
+    named = code.replace(co_name=lifted[code.co_name])
+    script.LIFTED.add(named)
+    return named
+
+
 def give_lines(tree: ast.Module, source: str, own: bytes, origins: Sequence[int]) -> None:
-    """To all of the tree the lines of the user's file, so that tracebacks and reports name these. Columns stay where a
-    line is the same there."""
+    """To all of the tree the lines of the user's file, so that tracebacks and reports name these; and the columns where
+    a line is the same there, perhaps further to the right."""
     new, old = source.encode().splitlines(), own.splitlines()
     for node in ast.walk(tree):
         if not isinstance(
             node, ast.expr | ast.stmt | ast.excepthandler | ast.pattern | ast.alias | ast.arg | ast.keyword
         ):
             continue
-        ends = (node.lineno, node.end_lineno or node.lineno)
-        begin, end = (origins[line - 1] for line in ends)
-        is_there = all(new[at - 1] == old[to - 1] for at, to in zip(ends, (begin, end), strict=True) if to <= len(old))
+        first, last = node.lineno, node.end_lineno or node.lineno
+        begin, end = origins[first - 1], origins[last - 1]
+        is_there = new[first - 1].strip() == old[begin - 1].strip() and new[last - 1].strip() == old[end - 1].strip()
         node.lineno, node.end_lineno = begin, end
-        if not is_there or end - begin != ends[1] - ends[0]:
+        if is_there and end - begin == last - first:
+            node.col_offset += _indent(old[begin - 1]) - _indent(new[first - 1])
+            node.end_col_offset = (node.end_col_offset or 0) + _indent(old[end - 1]) - _indent(new[last - 1])
+        else:
             node.end_lineno, node.col_offset, node.end_col_offset = begin, _NO_COLUMN, _NO_COLUMN
+
+
+def _indent(line: bytes) -> int:
+    return len(line) - len(line.lstrip())

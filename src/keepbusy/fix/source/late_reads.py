@@ -85,11 +85,58 @@ class _Scope:
         return {name for one in inner for name in _used_in(one)} | self._declared
 
     def _may_wait(self, name: str, found: list[_LateStatement]) -> bool:
-        if any(self._is_looked_at_each_turn(name, one.statement) for one in found):
+        if any(self._is_looked_at_each_turn(name, one.statement) or self._is_tried(one.statement) for one in found):
             return False
+        stored = [
+            one for one in self.own if isinstance(one, ast.Name) and one.id == name and one not in _targets(found)
+        ]
+        stored = [one for one in stored if not isinstance(one.ctx, ast.Load)]
+        is_float = bool(stored) and all(type(_constant(self._assigned(one))) is float for one in stored)
+        sums = all(isinstance(one.statement, ast.AugAssign) for one in found)
+        if not (is_float and sums) and not all(self._is_of_known_type(one.statement) for one in found):
+            return False  # a whole number is to be one afterwards, too
         if any(one.into_list for one in found):
             return self._is_private_list(name, found)
-        return not any(isinstance(one, ast.Delete) and any(_names(one, name)) for one in self.own)
+        ends = max(self._outermost_loop(one.statement).end_lineno or 0 for one in found)
+        numbers = (type(_constant(self._assigned(one))) in (int, float) for one in stored if one.lineno <= ends)
+        return all(numbers) and not self._is_asked_elsewhere(name, found)
+
+    def _is_tried(self, statement: ast.stmt) -> bool:
+        """Whether its loop may be left by an error that is caught here."""
+        node: ast.AST = statement
+        while node is not self.node:
+            node = self._parents[id(node)]
+            if isinstance(node, ast.Try):
+                return True
+        return False
+
+    def _is_of_known_type(self, statement: ast.stmt) -> bool:
+        """Whether what it reads is a loss that goes back, or how often something is so."""
+        called = [one.func for one in self.own if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+        losses = {one.value.id for one in called if one.attr == "backward" and isinstance(one.value, ast.Name)}
+        for read in filter(_is_read, ast.walk(statement)):
+            match read:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name))) if name in losses:
+                    continue
+                case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Attribute(value=of, attr="sum"), args=[]))):
+                    compares = isinstance(of, ast.Call) and getattr(of.func, "attr", "") in _COMPARING
+                    if compares or isinstance(of, ast.Compare):
+                        continue
+            return False
+        return True
+
+    def _is_asked_elsewhere(self, name: str, found: list[_LateStatement]) -> bool:
+        """In front of its loop, where another loop comes to again, or as `f"{name=}"`."""
+        for late in found:
+            outer, inner = self._outermost_loop(late.statement), self._parents[id(late.statement)]
+            while not isinstance(inner, _LOOPS):
+                inner = self._parents[id(inner)]
+            asked = (one.lineno for one in _names(outer, name) if isinstance(one.ctx, ast.Load))
+            if any(line < inner.lineno for line in asked):
+                return True
+        texts = [one.values for one in self.own if isinstance(one, ast.JoinedStr)]
+        spelled = (one.value for parts in texts for one in parts if isinstance(one, ast.Constant))
+        return any(str(one).endswith(f"{name}=") for one in spelled)
 
     def _is_looked_at_each_turn(self, name: str, statement: ast.stmt) -> bool:
         """Then the wait would come anyway, a moment later."""
@@ -151,6 +198,17 @@ class _Scope:
             ):
                 return given[names.index(node)]
         return None
+
+
+def _targets(found: list[_LateStatement]) -> list[ast.expr]:
+    """The names that these statements store."""
+    statements = [one.statement for one in found]
+    targets = [one.target for one in statements if isinstance(one, ast.AugAssign)]
+    return targets + [target for one in statements if isinstance(one, ast.Assign) for target in one.targets]
+
+
+def _constant(value: ast.AST | None) -> Any:
+    return value.value if isinstance(value, ast.Constant) else None
 
 
 def _late_statement(statement: ast.stmt) -> _LateStatement | None:

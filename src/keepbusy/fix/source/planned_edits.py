@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TypeAlias
 
 from keepbusy.explain.diagnosis import CapturedLines, PlannedFix, Where
-from keepbusy.fix.source.captured_lines import CAPTURED
+from keepbusy.fix.source.in_memory import LIFTED
 from keepbusy.fix.source.source_edits import changed_lines, edited, lines_of, moved_lines
 from keepbusy.instrument.lines import USER, kind_of
 
@@ -59,10 +60,12 @@ def _is_changeable(file: str) -> bool:
     if not file.endswith(".py") or not Path(file).is_file() or kind_of(file) != USER:
         return False
     try:
+        with Path(file).open("rb") as opened:
+            encoding, _ = tokenize.detect_encoding(opened.readline)
         source_of(file)
-    except UnicodeDecodeError:  # it names another encoding, as few do
+    except (SyntaxError, UnicodeDecodeError):
         return False
-    return True
+    return encoding.startswith("utf-8")  # few name another one
 
 
 def source_of(file: str) -> str:
@@ -97,7 +100,7 @@ def captured_at(held: Mapping[str, str], candidate: Mapping[str, str]) -> list[W
 
 
 def _captured_functions(source: str) -> list[ast.FunctionDef]:
-    return [one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name.startswith(CAPTURED)]
+    return [one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name.startswith(LIFTED)]
 
 
 def origins_of(source: str, own: str) -> list[int]:

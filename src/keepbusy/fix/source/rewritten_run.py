@@ -43,6 +43,7 @@ def _follow(graphs: list[Graphed[..., Any]]) -> None:
     def making(plain: Function) -> Function:
         def graph(step: Function) -> Graphed[..., Any]:
             made: Graphed[..., Any] = plain(step)
+            made.name = step.__qualname__
             graphs.append(made)
             return made
 

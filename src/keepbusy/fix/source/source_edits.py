@@ -437,7 +437,7 @@ EDITS: dict[str, SourceEdit] = {
     "keep_on_device": SourceEdit(_visiting(_MadeThere)),
     "readback": SourceEdit(write_late_reads),
     "fuse_optimizer": SourceEdit(_visiting(_Fused), 1e-4, "fused steps round differently"),
-    "save_later": SourceEdit(_visiting(_SavedLater)),
+    "save_later": SourceEdit(_visiting(_SavedLater), why="the file is there a little later"),
     "accumulate": SourceEdit(
         _visiting(_LastTravels), 1e-4, "gradients of ranks and micro-batches are added in another order"
     ),

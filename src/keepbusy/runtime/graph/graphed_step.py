@@ -14,7 +14,7 @@ import functools
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -51,13 +51,13 @@ class GraphKey:
 
     def __init__(self, participants: Participants, names: StepNames, rates: LearningRates) -> None:
         self._participants, self._optimizers = participants, [*participants.optimizers]
-        self._named, self._words, self._rates = NamedValues(names), names.words, rates
+        self.named, self._words, self._rates = NamedValues(names), names.words, rates
         self._leaves: dict[int, Tensor] = {}
         self.renew()
 
     def renew(self) -> None:
         """The modules that there are now."""
-        modules = submodules([*self._participants.modules, *self._named.modules()])
+        modules = submodules([*self._participants.modules, *self.named.modules()])
         self._of_modules = ModuleState(modules, self._is_read)
         of_modules = {id(tensor) for tensor in self._of_modules.tensors()}
         self._others = [leaf for leaf in self.leaves if id(leaf) not in of_modules]
@@ -92,7 +92,7 @@ class GraphKey:
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
-            *self._named.read(),
+            *self.named.read(),
         )
 
     def addresses(self) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ class GraphKey:
 
     def held(self) -> list[Any]:
         """What a graph may read without owning it, to be kept alive for it."""
-        return [*self._named.held(), *[optimizer.state for optimizer in self._optimizers]]
+        return [*self.named.held(), *[optimizer.state for optimizer in self._optimizers]]
 
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""
@@ -116,7 +116,7 @@ class GraphKey:
             "a mode or a number of a module",
             "which gradients are cleared",
         ]
-        return [*fixed, *groups, *self._named.labels()]
+        return [*fixed, *groups, *self.named.labels()]
 
 
 class ReplayWorth:
@@ -208,13 +208,13 @@ class Rehearsal:
     def _find_names(self) -> None:
         step = self._eager.step
         if isinstance(step, BoundStep):
-            self._names = StepNames(step.__wrapped__, self.participants.modules, step.named())
+            self.names = StepNames(step.__wrapped__, self.participants.modules, step.named())
         else:
-            self._names = StepNames(step, self.participants.modules)
-        self.host = HostState(self.participants, self._names)
+            self.names = StepNames(step, self.participants.modules)
+        self.host = HostState(self.participants, self.names)
         self.written = WrittenTensors(self.participants, self.host)
-        schedulers = self.participants.schedulers
-        self.holds = bool(schedulers) and may_be_held(schedulers, self._names.words)
+        schedulers, words = self.participants.schedulers, self.names.words
+        self.holds = bool(schedulers) and self.participants.schedules_step_last and may_be_held(schedulers, words)
 
     def _second_call(self, call: StepCall) -> Any:
         before = self.host.read()
@@ -232,8 +232,8 @@ class Rehearsal:
         if self._changes:
             return self._find_line(call)
         if self._trained is not None:  # else the call failed, and this is another
-            self.rates = LearningRates([*self.participants.optimizers])
-            self.key = GraphKey(self.participants, self._names, self.rates)
+            self.rates = LearningRates([*self.participants.optimizers], self.participants.sparse_weights())
+            self.key = GraphKey(self.participants, self.names, self.rates)
             self.key.add(self._trained)
             self.rates.count_on_device()
             self._trained = None
@@ -477,7 +477,7 @@ class Graphed(Generic[P, R]):
     def __init__(self, step: Callable[P, R]) -> None:
         functools.update_wrapper(self, step)
         self._step = step
-        self._name = getattr(step, "__name__", type(step).__name__)
+        self.name = getattr(step, "__name__", type(step).__name__)
         self._why = ""
         self._tally: Counter[str] = Counter()
         self._bound: dict[Any, Graphed[..., Any]] = {}
@@ -501,7 +501,7 @@ class Graphed(Generic[P, R]):
         names = ("replayed", *["compared"] * bool(self._tally["compared"]), "captured", "eager")
         counts = ", ".join(f"{self._tally[name]} {name}" for name in names)
         why = next((one for one in (self._why, *(inner._why for inner in self._bound.values())) if one), "")
-        return f"{self._name}: {counts}" + (f"; {why}" if why else "")
+        return f"{self.name}: {counts}" + (f"; {why}" if why else "")
 
     def _first(self, *arguments: Any, **options: Any) -> Any:
         """Whether there is a GPU is asked when there is something to do."""
@@ -575,7 +575,7 @@ class Graphed(Generic[P, R]):
         self._call = self._eager
 
     def _warn(self, what: str) -> None:
-        self._why = f"keepbusy.graph runs {self._name} {what}"
+        self._why = f"keepbusy.graph runs {self.name} {what}"
         if self.warns:
             warnings.warn(self._why, stacklevel=depth_of_user())
 
@@ -589,14 +589,14 @@ class LearningRates:
     same to the bit; so does the rate of an optimizer that takes no tensor for one.
     """
 
-    def __init__(self, optimizers: list[Optimizer]) -> None:
+    def __init__(self, optimizers: list[Optimizer], sparse: Collection[int] = ()) -> None:
+        """`sparse`: weights, by their identity, that get sparse gradients, for which no step is fused."""
         self._counting = [one for one in optimizers if "capturable" in one.defaults]
         self._uncapturable = [group for one in self._counting for group in one.param_groups if not group["capturable"]]
         taking = [group for one in optimizers for group in one.param_groups if _may_be_tensor(one, group)]
         self._rates = [_LearningRate(group) for group in taking]
-        self._rates += [
-            _FusedRate(group) for one in optimizers for group in one.param_groups if _may_be_fused(one, group)
-        ]
+        for one in optimizers:
+            self._rates += [_FusedRate(group) for group in one.param_groups if _may_be_fused(one, group, sparse)]
 
     def count_on_device(self) -> None:
         """Switch the optimizers to PyTorch's `capturable` path."""
@@ -689,11 +689,11 @@ class _FusedRate(_LearningRate):
         return super().begins_to_move()
 
 
-def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Where nobody chose another implementation."""
+def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], sparse: Collection[int]) -> bool:
+    """Where nobody chose another implementation, and its gradients are dense."""
     chosen = group.get("fused") or group.get("foreach") or group.get("differentiable") or group.get("maximize")
     parameters = group["params"]
-    plain = all(one.is_cuda and torch.is_floating_point(one) and not torch.is_complex(one) for one in parameters)
+    plain = all(one.is_cuda and torch.is_floating_point(one) and id(one) not in sparse for one in parameters)
     return type(optimizer) is torch.optim.SGD and not chosen and plain and not isinstance(group["lr"], Tensor)
 
 

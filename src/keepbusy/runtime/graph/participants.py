@@ -31,6 +31,8 @@ class Participants:
         self.modules: dict[torch.nn.Module, None] = {}
         self.optimizers: dict[Optimizer, None] = {}
         self.schedulers: dict[LRScheduler, None] = {}
+        self.schedules_step_last = True
+        """Whether no optimizer steps behind them in the same call."""
         self.scalers: dict[torch.amp.GradScaler, None] = {}
         self._leaves: dict[int, Tensor] = {}
 
@@ -39,7 +41,10 @@ class Participants:
         """Meanwhile whoever takes part is noted. The gradients are those that there are as it begins."""
         gradients = Gradients(self.gathering())
 
+        scheduled: list[LRScheduler] = []
+
         def on_step(optimizer: Optimizer, *_arguments: Any) -> None:
+            self.schedules_step_last &= not scheduled
             self.optimizers.setdefault(optimizer)
             gradients.note_step(optimizer)
 
@@ -47,7 +52,12 @@ class Participants:
             register_module_forward_pre_hook(lambda module, _arguments: self.modules.setdefault(module)),
             register_optimizer_step_pre_hook(on_step),
         ]
-        watcher = _Watcher(gradients.note_backward, self.schedulers.setdefault, self._note_scaler)
+
+        def on_schedule(scheduler: LRScheduler) -> None:
+            scheduled.append(scheduler)
+            self.schedulers.setdefault(scheduler)
+
+        watcher = _Watcher(gradients.note_backward, on_schedule, self._note_scaler)
         _watch(watcher)
         try:
             yield gradients
@@ -60,6 +70,12 @@ class Participants:
     def _note_scaler(self, scaler: torch.amp.GradScaler) -> None:
         if scaler.is_enabled():  # else it has no state
             self.scalers.setdefault(scaler)
+
+    def sparse_weights(self) -> set[int]:
+        """Those whose gradients are, by their identity: of embeddings that say so, and where there are gradients."""
+        tables = [module for module in self.modules if getattr(module, "sparse", False)]
+        of_tables = {id(weight) for module in tables for weight in own_weights(module)}
+        return of_tables | {id(one) for one in self.gathering() if one.grad is not None and one.grad.is_sparse}
 
     def gathering(self) -> list[Tensor]:
         """Every tensor known that may gather a gradient."""
