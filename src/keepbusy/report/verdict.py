@@ -60,7 +60,7 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
     told = [f"made          {words.fix(way)} at {where}" for way, where in made["written"]] or ["made          nothing"]
     told += [f"graph         {tame(one)}" for one in (graphs[0].splitlines() if graphs else ())]
     told += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
-    told += [f"left to you   {words.fix(fix)} at {where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
+    told += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
     if made["written"] and made["loop"] and made["loop"] == diagnosis.loop:
         before, now = made["step"], diagnosis.plain_step
         told.append(f"an iteration  {transition(before, now)}, {change(before, now)}")

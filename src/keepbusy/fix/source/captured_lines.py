@@ -46,17 +46,7 @@ _HARMLESS = {
 }
 """Functions and methods without any effect that a replay would have to repeat, as long as they launch nothing."""
 _ARRIVING = _HARMLESS | {
-    "cpu",
-    "pin_memory",
-    "numpy",
-    "long",
-    "half",
-    "float",
-    "item",
-    "tolist",
-    "zeros",
-    "from_numpy",
-    "next",
+    *("cpu", "pin_memory", "numpy", "long", "half", "float", "item", "tolist", "zeros", "from_numpy", "next"),
 }
 """What brings values to the device or home: it may stand before the captured statements that follow, or behind them."""
 _COLLECTING = _ARRIVING | {
@@ -691,6 +681,7 @@ class _Unattributed(cst.CSTTransformer):
         for name in dict.fromkeys((*region.given, *region.made)):
             base, _, attribute = name.rpartition(".")
             self._names[name] = f"{base}_{attribute}" if base and attribute in taken else attribute
+            taken.add(self._names[name])
 
     def of(self, names: Iterable[str]) -> str:
         return ", ".join(self._names[name] for name in names)

@@ -25,7 +25,7 @@ class Rewriting:
     written: list[tuple[str, str]] = field(default_factory=list)
     """Fixes by their names, and where."""
     left: list[tuple[str, str, str]] = field(default_factory=list)
-    """And why not."""
+    """Fixes, ` at train.py:31`, and why not."""
     step: int = 0
     """Of the recorded run, an iteration of its loop."""
     loop: str = ""
@@ -56,11 +56,11 @@ def rewriting_of(diagnosis: Diagnosis, without: Sequence[str] = (), also: Sequen
         if allowed:
             way, sources = allowed[0]
             places = captured_at(held, sources) if way == "graph" else changed_at(held, sources)
-            where = places or planned.where
-            made.written.append((way, ", ".join(_stretches(where))))
+            made.written.append((way, ", ".join(_stretches(places or planned.where))))
             held = sources
         elif ways:
-            made.left.append((planned.fix, str(planned.where[0]), _why(planned, [way for way, _ in changes])))
+            where = f" at {planned.where[0]}" if planned.where else ""
+            made.left.append((planned.fix, where, _why(planned, [way for way, _ in changes])))
     for file, source in held.items():
         whole = str(Path(file).resolve())
         made.sources[whole], made.origins[whole] = source, origins_of(source, source_of(file))

@@ -51,13 +51,13 @@ class GraphKey:
 
     def __init__(self, participants: Participants, names: StepNames, rates: LearningRates) -> None:
         self._participants, self._optimizers = participants, [*participants.optimizers]
-        self.named, self._words, self._rates = NamedValues(names), names.words, rates
+        self._named, self._words, self._rates = NamedValues(names), names.words, rates
         self._leaves: dict[int, Tensor] = {}
         self.renew()
 
     def renew(self) -> None:
         """The modules that there are now."""
-        modules = submodules([*self._participants.modules, *self.named.modules()])
+        modules = submodules([*self._participants.modules, *self._named.modules()])
         self._of_modules = ModuleState(modules, self._is_read)
         of_modules = {id(tensor) for tensor in self._of_modules.tensors()}
         self._others = [leaf for leaf in self.leaves if id(leaf) not in of_modules]
@@ -92,7 +92,7 @@ class GraphKey:
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
-            *self.named.read(),
+            *self._named.read(),
         )
 
     def addresses(self) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ class GraphKey:
 
     def held(self) -> list[Any]:
         """What a graph may read without owning it, to be kept alive for it."""
-        return [*self.named.held(), *[optimizer.state for optimizer in self._optimizers]]
+        return [*self._named.held(), *[optimizer.state for optimizer in self._optimizers]]
 
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""
@@ -116,7 +116,7 @@ class GraphKey:
             "a mode or a number of a module",
             "which gradients are cleared",
         ]
-        return [*fixed, *groups, *self.named.labels()]
+        return [*fixed, *groups, *self._named.labels()]
 
 
 class ReplayWorth:
@@ -208,12 +208,12 @@ class Rehearsal:
     def _find_names(self) -> None:
         step = self._eager.step
         if isinstance(step, BoundStep):
-            self.names = StepNames(step.__wrapped__, self.participants.modules, step.named())
+            self._names = StepNames(step.__wrapped__, self.participants.modules, step.named())
         else:
-            self.names = StepNames(step, self.participants.modules)
-        self.host = HostState(self.participants, self.names)
+            self._names = StepNames(step, self.participants.modules)
+        self.host = HostState(self.participants, self._names)
         self.written = WrittenTensors(self.participants, self.host)
-        schedulers, words = self.participants.schedulers, self.names.words
+        schedulers, words = self.participants.schedulers, self._names.words
         self.holds = bool(schedulers) and self.participants.schedules_step_last and may_be_held(schedulers, words)
 
     def _second_call(self, call: StepCall) -> Any:
@@ -233,7 +233,7 @@ class Rehearsal:
             return self._find_line(call)
         if self._trained is not None:  # else the call failed, and this is another
             self.rates = LearningRates([*self.participants.optimizers], self.participants.sparse_weights())
-            self.key = GraphKey(self.participants, self.names, self.rates)
+            self.key = GraphKey(self.participants, self._names, self.rates)
             self.key.add(self._trained)
             self.rates.count_on_device()
             self._trained = None
