@@ -431,7 +431,7 @@ def test_without_files_the_last_run_is_taken(
     trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert last_run.keep(keepbusy.read([Path(trace)]), 0.0)
+    assert last_run.keep(keepbusy.read([Path(trace)]), 0.0, "{}")
     _, named, _ = ask(capsys, "explain", trace, "--json")
     assert json.loads(ask(capsys, "explain", "--json")[1]) == json.loads(named)
     assert ask(capsys, "show", "--no-open") == (0, "keepbusy.html\n", "")
@@ -443,7 +443,7 @@ def test_a_cache_that_cannot_be_written_costs_no_report(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert not last_run.keep(keepbusy.read([Path(trace)]), 0.0)
+    assert not last_run.keep(keepbusy.read([Path(trace)]), 0.0, "{}")
 
 
 def test_a_saved_run_says_the_same_as_its_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,9 @@ def test_a_program_runs_with_the_fixes_of_its_last_run(folder: Path) -> None:
     assert "made          keep the allocator's memory at train.py:" in fixed.stdout
     assert "% shorter\n" in fixed.stdout
     assert (folder / "train.py").read_text() == before
+    (folder / "keepbusy" / "last_plan.json").unlink()  # then the run is explained again
+    anew = keepbusy(folder, "run", "--fix", "--clock", "modelled", "train.py")
+    assert anew.stdout == fixed.stdout
     again = keepbusy(folder, "run", "--fix", "--without", "keep_memory", "--clock", "modelled", "train.py")
     assert "made          keep the allocator's memory" not in again.stdout
     assert "at train.py:" in again.stdout

@@ -30,6 +30,7 @@ from keepbusy.timeline.files import BadInput, write_whole
 if TYPE_CHECKING:
     from keepbusy.explain.comparison import Comparison
     from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.explain.kept_plan import KeptPlan
     from keepbusy.report.verdict import Commands
     from keepbusy.timeline.model import Timeline
     from keepbusy.traces.trace_file import EachOf
@@ -563,7 +564,7 @@ def fixing(verb: str, diagnosis: Diagnosis) -> str:
     return f"keepbusy {verb} {shlex.join(command)}" if can else ""
 
 
-def where_it_ran(diagnosis: Diagnosis) -> AbstractContextManager[None]:
+def where_it_ran(diagnosis: Diagnosis | KeptPlan) -> AbstractContextManager[None]:
     """The folder that places in files count from: lines are quoted from there. Of another machine's run, from here."""
     is_here = bool(diagnosis.folder) and Path(diagnosis.folder).is_dir()
     return chdir(diagnosis.folder) if is_here else nullcontext()

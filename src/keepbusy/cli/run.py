@@ -51,6 +51,7 @@ from keepbusy.timeline.run_facts import ran_nothing
 
 if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
+    from keepbusy.explain.kept_plan import KeptPlan
     from keepbusy.report.verdict import Commands
     from keepbusy.timeline.model import Timeline
 
@@ -292,25 +293,22 @@ def _aside(work: Callable[[], None]) -> None:
 
 def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     from keepbusy.fix.source.from_plan import check_names, rewriting_of
-    from keepbusy.timeline.busy_file import load
 
     check_names(options.without, options.also)
-    timeline = load(before)
-    facts = timeline.facts
-    again = _plainly(options)
-    in_its_folder = _script_of(facts.command) == options.script and facts.folder == _current_folder()
-    if not in_its_folder and Path(facts.folder, facts.source).resolve() != Path(options.script).resolve():
-        other = shlex.join(facts.command) or facts.named
+    kept, again = _plan_of(before, options.workers), _plainly(options)
+    in_its_folder = _script_of(kept.command) == options.script and kept.folder == _current_folder()
+    recorded = {Path(kept.folder, source).resolve() for source in kept.sources}
+    if not in_its_folder and Path(options.script).resolve() not in recorded:
+        other = shlex.join(kept.command or kept.sources) or "another program"
         raise BadInput(
             f"--fix takes its plan from a recorded run of this program, and {before.name} is one of `{other}`; "
             f"record one first: `{again}`."
         )
-    diagnosis = keepbusy.explain(timeline, None, (), options.workers)
-    with where_it_ran(diagnosis):
-        places = [place.file for one in diagnosis.plan for place in one.where]
-        places += [lines.file for one in diagnosis.plan for lines in one.captured]
+    with where_it_ran(kept):
+        places = [place.file for one in kept.plan for place in one.where]
+        places += [lines.file for one in kept.plan for lines in one.captured]
         files = {Path(file).resolve() for file in places if file.endswith(".py") and Path(file).is_file()}
-        made = rewriting_of(diagnosis, options.without, options.also)
+        made = rewriting_of(kept, options.without, options.also)
     for file in sorted(files):
         if file.stat().st_mtime > before.stat().st_mtime:
             raise BadInput(
@@ -318,6 +316,17 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
                 f"record it again: `{again}`."
             )
     made.save(path)
+
+
+def _plan_of(before: Path, workers: int | None) -> KeptPlan:
+    """The one that is kept beside the last run, or what explaining the run gives."""
+    from keepbusy.explain.kept_plan import KeptPlan
+    from keepbusy.timeline.busy_file import load
+
+    if before == last_run.place() and workers is None:
+        with suppress(OSError, ValueError):
+            return KeptPlan.of_json(last_run.kept_plan())
+    return KeptPlan.of(keepbusy.explain(load(before), None, (), workers))
 
 
 def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> NoReturn:
@@ -409,7 +418,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         return
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
-    commands = _commands(options, diagnosis, _keep(timeline, options))
+    commands = _commands(options, diagnosis, _keep(timeline, options, diagnosis))
     fixed = _fixed(options.rewriting, diagnosis) if options.fix else []
     if fixed and not options.json and not options.full:
         text = rendered_fixed(diagnosis, fixed, commands, streams.screen)
@@ -431,9 +440,11 @@ def _fixed(rewriting: Path, diagnosis: Diagnosis) -> list[str]:
     return fixed_lines(made, rewritten_run.graphs_of(rewriting), diagnosis)
 
 
-def _keep(timeline: Timeline, options: argparse.Namespace) -> bool:
+def _keep(timeline: Timeline, options: argparse.Namespace, diagnosis: Diagnosis) -> bool:
     """Whether it is the last run from now on. One with fixes is not: they are made by the plan of one without."""
-    return not options.fix and last_run.keep(timeline, options.began)
+    from keepbusy.explain.kept_plan import KeptPlan
+
+    return not options.fix and last_run.keep(timeline, options.began, KeptPlan.of(diagnosis).as_json())
 
 
 def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: program.StandardStreams) -> str:

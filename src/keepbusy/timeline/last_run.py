@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from keepbusy.timeline import busy_file
-from keepbusy.timeline.files import BadInput
+from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import Timeline
 
 
@@ -20,7 +20,11 @@ def place() -> Path | None:
     return Path(caches) / "keepbusy" / "last.busy"
 
 
-def keep(timeline: Timeline, began: float) -> bool:
+def _place_of_plan(path: Path) -> Path:
+    return path.with_name("last_plan.json")
+
+
+def keep(timeline: Timeline, began: float, plan: str) -> bool:
     """Whether the run could be kept: a full disk or a read-only home costs nobody their report. The file bears the time
     at which the run began, so that sources which changed later are known."""
     path = place()
@@ -30,6 +34,7 @@ def keep(timeline: Timeline, began: float) -> bool:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         busy_file.save(timeline, path)
         os.utime(path, (began, began))
+        write_whole(_place_of_plan(path), plan)
         return True
     return False
 
@@ -40,6 +45,12 @@ def forget() -> None:
     if path is not None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
+            _place_of_plan(path).unlink(missing_ok=True)
+
+
+def kept_plan() -> str:
+    """What was kept with it; raises OSError where there is none."""
+    return _place_of_plan(place() or Path()).read_text(encoding="utf-8")
 
 
 def path() -> Path:

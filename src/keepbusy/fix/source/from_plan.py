@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
+from keepbusy.explain.diagnosis import PlannedFix, Where
+from keepbusy.explain.kept_plan import KeptPlan
 from keepbusy.fix import ASKED
 from keepbusy.fix.source.planned_edits import captured_at, changed_at, edited_files, origins_of, source_of
 from keepbusy.fix.source.source_edits import edit_of, ways_of
@@ -43,12 +44,12 @@ def check_names(without: Sequence[str], also: Sequence[str]) -> None:
             raise BadInput(f"Unknown fix {name!r}. Known fixes: {', '.join(known)}.")
 
 
-def rewriting_of(diagnosis: Diagnosis, without: Sequence[str] = (), also: Sequence[str] = ()) -> Rewriting:
+def rewriting_of(kept: KeptPlan, without: Sequence[str] = (), also: Sequence[str] = ()) -> Rewriting:
     """The fixes of the plan in its order, each on top of those before it. One whose results may differ is made only
     where it is named in `also`; a graph, which checks itself as it runs, always."""
-    made, held = Rewriting(step=diagnosis.plain_step, loop=diagnosis.loop), dict[str, str]()
-    loops = diagnosis.loop, *(one.loop for one in diagnosis.plan if one.loop)
-    for planned in diagnosis.plan:
+    made, held = Rewriting(step=kept.plain_step, loop=kept.loop), dict[str, str]()
+    loops = kept.loop, *(one.loop for one in kept.plan if one.loop)
+    for planned in kept.plan:
         ways = [way for way in ways_of(planned.fix) if _name(way) not in without]
         changes = [(way, held | edited_files(planned, way, held, loops)) for way in ways]
         changes = [(way, sources) for way, sources in changes if sources != held]

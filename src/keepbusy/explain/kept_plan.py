@@ -1,0 +1,72 @@
+"""The plan of a run, kept beside it: to make it again takes as long as to explain the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from keepbusy.explain.diagnosis import CapturedLines, Diagnosis, PlannedFix, Prediction, Where
+
+
+@dataclass(frozen=True)
+class KeptPlan:
+    """What fixes are made by."""
+
+    plan: tuple[PlannedFix, ...]
+    loop: str
+    plain_step: int
+    folder: str
+    command: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    @classmethod
+    def of(cls, diagnosis: Diagnosis) -> KeptPlan:
+        of_run = diagnosis.folder, diagnosis.command, tuple(diagnosis.sources)
+        return cls(diagnosis.plan, diagnosis.loop, diagnosis.plain_step, *of_run)
+
+    def as_json(self) -> str:
+        plan = [
+            {
+                "fix": one.fix,
+                "where": [[place.file, place.line, place.exact] for place in one.where],
+                "captured": one.captured,
+                "loop": one.loop,
+                "advice": one.advice,
+                "code": one.code,
+            }
+            for one in self.plan
+        ]
+        of_run = {"folder": self.folder, "command": self.command, "sources": self.sources}
+        return json.dumps({"plan": plan, "loop": self.loop, "step": self.plain_step, **of_run})
+
+    @classmethod
+    def of_json(cls, text: str) -> KeptPlan:
+        """Raises ValueError for what `as_json` did not give."""
+        try:
+            kept = json.loads(text)
+            of_run = kept["folder"], tuple(kept["command"]), tuple(kept["sources"])
+            return cls(tuple(map(_planned, kept["plan"])), kept["loop"], kept["step"], *of_run)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it is no plan ({error})") from None
+
+
+def _planned(one: Mapping[str, Any]) -> PlannedFix:
+    where = tuple(Where(file, line, exact=exact) for file, line, exact in one["where"])
+    captured = tuple(
+        CapturedLines(file, function, tuple((line, count) for line, count in launching), tuple(staying))
+        for file, function, launching, staying in one["captured"]
+    )
+    return PlannedFix(
+        one["fix"],
+        where,
+        (),
+        0,
+        Prediction(0, 0, 0),
+        0,
+        loop=one["loop"],
+        advice=one["advice"],
+        code=one["code"],
+        captured=captured,
+    )

@@ -1,0 +1,34 @@
+"""The plan that is kept beside the last run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from diagnoses import STALLED, ms, predicted
+
+from keepbusy.explain.diagnosis import CapturedLines, PlannedFix, Where
+from keepbusy.explain.kept_plan import KeptPlan
+
+CAPTURED = (CapturedLines("train.py", "train", ((8, 20), (9, 4)), (7, 11)),)
+
+
+def essence(one: PlannedFix) -> tuple[object, ...]:
+    return one.fix, [(place.file, place.line, place.exact) for place in one.where], one.captured, one.loop, one.code
+
+
+def test_a_plan_comes_back_as_it_was_kept() -> None:
+    where = (Where("train.py", 8, exact=True), Where("model.py", 4))
+    graph = PlannedFix("graph", where, (), ms(1), predicted(30, 29, 31), ms(1), code="step()", captured=CAPTURED)
+    plan = (graph, replace(graph, fix="num_workers=8", captured=(), loop="train.py:3"))
+    run = replace(STALLED, plan=plan, command=("--on", "l4", "train.py"), folder="/runs", sources=("train.py",))
+    kept = KeptPlan.of(run)
+    again = KeptPlan.of_json(kept.as_json())
+    assert [essence(one) for one in again.plan] == [essence(one) for one in plan]
+    assert replace(again, plan=()) == replace(kept, plan=())
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": [1]}', '{"plan": [{"fix": "graph"}]}'])
+def test_what_is_no_plan_is_not_taken_for_one(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        KeptPlan.of_json(text)
