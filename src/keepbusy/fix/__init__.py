@@ -1,4 +1,4 @@
-"""A script with its fixes: applied while it runs, written into its source, and kept from coming undone."""
+"""A script with its fixes: written into its source, in memory or on disk, and kept from coming undone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IN_THE_SOURCE = {
 """Of each of the plan's fixes that `fix` writes, the edits that serve it. What is not here is advice for a person."""
 
 
-def is_made_while_it_runs(fix: str) -> bool:
+def is_made_in_memory(fix: str) -> bool:
     ways = IN_THE_SOURCE.get(fix.partition("=")[0], ())
     return any(way not in ASKED for way in ways)
 

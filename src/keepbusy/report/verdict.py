@@ -57,14 +57,14 @@ def render(
 
 def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagnosis) -> list[str]:
     """What a run with fixes made of its plan, what not, what became of the graphs, and what an iteration takes now."""
-    told = [f"made          {words.fix(way)} at {where}" for way, where in made["written"]] or ["made          nothing"]
-    told += [f"graph         {tame(one)}" for one in (graphs[0].splitlines() if graphs else ())]
-    told += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
-    told += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
+    rows = [f"made          {words.fix(way)} at {where}" for way, where in made["written"]] or ["made          nothing"]
+    rows += [f"graph         {tame(one)}" for one in (graphs[0].splitlines() if graphs else ())]
+    rows += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
+    rows += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
     if made["written"] and made["loop"] and made["loop"] == diagnosis.loop:
         before, now = made["step"], diagnosis.plain_step
-        told.append(f"an iteration  {transition(before, now)}, {change(before, now)}")
-    return told
+        rows.append(f"an iteration  {transition(before, now)}, {change(before, now)}")
+    return rows
 
 
 def render_fixed(

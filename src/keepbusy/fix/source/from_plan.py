@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keepbusy.explain.diagnosis import PlannedFix, Where
 from keepbusy.explain.kept_plan import KeptPlan
-from keepbusy.fix import ASKED
+from keepbusy.fix import ASKED, IN_THE_SOURCE
 from keepbusy.fix.source.planned_edits import captured_at, changed_at, edited_files, origins_of, source_of
 from keepbusy.fix.source.source_edits import edit_of, ways_of
 from keepbusy.timeline.files import BadInput
@@ -36,8 +36,6 @@ class Rewriting:
 
 
 def check_names(without: Sequence[str], also: Sequence[str]) -> None:
-    from keepbusy.fix import IN_THE_SOURCE
-
     known = sorted({way for ways in IN_THE_SOURCE.values() for way in ways})
     for name in (*without, *also):
         if name not in known:

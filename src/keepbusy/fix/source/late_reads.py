@@ -85,7 +85,7 @@ class _Scope:
         return {name for one in inner for name in _used_in(one)} | self._declared
 
     def _may_wait(self, name: str, found: list[_LateStatement]) -> bool:
-        if any(self._is_looked_at_each_turn(name, one.statement) or self._is_tried(one.statement) for one in found):
+        if any(self._is_looked_at_each_time(name, one.statement) or self._is_tried(one.statement) for one in found):
             return False
         stored = [
             one for one in self.own if isinstance(one, ast.Name) and one.id == name and one not in _targets(found)
@@ -138,7 +138,7 @@ class _Scope:
         spelled = (one.value for parts in texts for one in parts if isinstance(one, ast.Constant))
         return any(str(one).endswith(f"{name}=") for one in spelled)
 
-    def _is_looked_at_each_turn(self, name: str, statement: ast.stmt) -> bool:
+    def _is_looked_at_each_time(self, name: str, statement: ast.stmt) -> bool:
         """Then the wait would come anyway, a moment later."""
         loop = self._parents[id(statement)]
         while not isinstance(loop, _LOOPS):
@@ -258,7 +258,7 @@ def _statements_in_loops(scope: ast.AST, inside: bool = False) -> Iterator[ast.s
 
 
 def _looks(node: ast.AST, name: str, late: ast.stmt) -> bool:
-    """Whether each turn reads the name anyway, not only under a condition or in the statement that is put off."""
+    """Whether each iteration reads the name anyway, not only under a condition or in the statement that is put off."""
     if node is late or isinstance(node, _SCOPES):
         return False
     if isinstance(node, ast.If):

@@ -362,13 +362,13 @@ class _LastTravels(_AtLines):
     def __init__(self, lines: frozenset[int]) -> None:
         super().__init__(lines)
         self._models = set[str]()
-        self._last_turns: dict[int, str] = {}  # of each loop, by its line, which is the last before an optimizer steps
+        self._last_ones: dict[int, str] = {}  # of each loop, by its line, which is the last before an optimizer steps
 
     def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
         wraps = m.findall(node, m.Assign(targets=[m.AssignTarget(target=m.Name())], value=_WRAPS))
         self._models = {_dotted(cst.ensure_type(one, cst.Assign).targets[0].target) for one in wraps}
         loops = [one for one in ast.walk(ast.parse(node.code)) if isinstance(one, ast.For)]
-        self._last_turns = {one.lineno: ast.unparse(last) for one in loops if (last := _last_turn(one))}
+        self._last_ones = {one.lineno: ast.unparse(last) for one in loops if (last := _last_one(one))}
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
         trains = bool(m.findall(original_node, _BACKWARD)) and not m.findall(original_node, _SYNC_SETTINGS)
@@ -377,7 +377,7 @@ class _LastTravels(_AtLines):
         models = sorted(
             {_dotted(cst.ensure_type(one, cst.Call).func) for one in m.findall(original_node, m.Call())} & self._models
         )
-        last = self._last_turns.get(self.line(original_node), "")
+        last = self._last_ones.get(self.line(original_node), "")
         if len(models) != 1 or not last or not isinstance(updated_node.body, cst.IndentedBlock):
             return updated_node
         self._models.clear()  # the innermost loop comes first, and is the only one
@@ -385,8 +385,8 @@ class _LastTravels(_AtLines):
         return updated_node.with_deep_changes(updated_node.body, body=[line, *updated_node.body.body])
 
 
-def _last_turn(loop: ast.For) -> ast.expr | None:
-    """A condition that is true when an optimizer steps after this turn; None if the loop does not tell."""
+def _last_one(loop: ast.For) -> ast.expr | None:
+    """A condition that is true when an optimizer steps after this iteration; None if the loop does not tell."""
     for one in loop.body:
         if isinstance(one, ast.If) and not one.orelse and _calls(one.body, "step"):
             return None if _names(one.test, ast.Load) & _names(ast.Module(loop.body, []), ast.Store) else one.test
@@ -394,12 +394,12 @@ def _last_turn(loop: ast.For) -> ast.expr | None:
         return None
     text = ""
     match loop.target, loop.iter:
-        case ast.Name(id=turn), ast.Call(func=ast.Name(id="range"), args=[count]):
-            text = f"{turn} == {ast.unparse(count)} - 1"
-        case ast.Tuple(elts=[ast.Name(id=turn), *_]), ast.Call(
+        case ast.Name(id=number), ast.Call(func=ast.Name(id="range"), args=[count]):
+            text = f"{number} == {ast.unparse(count)} - 1"
+        case ast.Tuple(elts=[ast.Name(id=number), *_]), ast.Call(
             func=ast.Name(id="enumerate"), args=[ast.Name(id=several)]
         ):
-            text = f"{turn} == len({several}) - 1"
+            text = f"{number} == len({several}) - 1"
     return ast.parse(text, mode="eval").body if text else None
 
 
