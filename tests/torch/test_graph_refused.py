@@ -144,6 +144,110 @@ def test_a_backward_pass_outside_stays_possible_and_is_named() -> None:
     assert model.first.weight.grad is not None
 
 
+def test_a_backward_pass_outside_stays_possible_where_derivatives_are_part_of_the_loss() -> None:
+    """As of a network for a differential equation: `autograd.grad` leaves the graph for the backward pass to come."""
+    model = net()
+
+    @graph
+    def residual(x):
+        x = x.requires_grad_()
+        [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (slope**2).mean()
+
+    with pytest.warns(UserWarning, match="its backward pass comes later"):
+        loss = residual(next(batches(1))[0])
+    loss.backward()
+    assert model.first.weight.grad is not None
+
+
+def test_a_backward_pass_outside_stays_possible_where_another_one_is_inside() -> None:
+    """As of a generator, whose pictures a discriminator was trained with."""
+    model, other = net(), net()
+
+    @graph
+    def half(x, y):
+        made = model(x)
+        cross_entropy(other(made.detach()), y).backward() if made.shape == (6, 8) else made.detach()
+        cross_entropy(other(x), y).backward()
+        return made
+
+    with pytest.warns(UserWarning, match="its backward pass comes later"):
+        made = half(*next(batches(1)))
+    made.sum().backward()
+    assert model.first.weight.grad is not None
+
+
+def test_what_is_computed_beside_the_loss_goes_back_no_more() -> None:
+    model = net()
+
+    @graph
+    def train(x, y):
+        out = model(x)
+        loss = cross_entropy(out, y)
+        loss.backward()
+        return loss, out.mean()
+
+    for x, y in batches(6):
+        loss, mean = train(x, y)
+        assert not loss.requires_grad and not mean.requires_grad
+    assert train.replays
+
+
+class Agent:
+    """Its own method is called like one of the optimizer's, and fills a memory."""
+
+    def __init__(self) -> None:
+        self.model, self.memory = net(), list[torch.Tensor]()
+        self.optimizer = adam(self.model)
+        self.update = graph(self.learn)
+
+    def step(self, x, y):
+        self.memory.append(x)
+        return self.update(x, y)
+
+    def learn(self, x, y):
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def test_methods_of_the_object_are_told_from_those_of_its_parts() -> None:
+    agent = Agent()
+    for x, y in batches(9):
+        agent.step(x, y)
+    assert agent.update.report().startswith("learn: 1 replayed, 4 compared, 1 captured, 3 eager")
+
+
+def test_calls_that_find_something_new_each_time_are_not_tried_for_ever() -> None:
+    model, seen = net(), list[list[int]]()
+
+    @graph
+    def forward(x):
+        if x.shape[0] == 5:
+            seen.append([])  # each is another object from now on
+            seen[-1].append(1)
+        return model(x).detach()
+
+    first, other = next(batches(1))[0], next(batches(1, size=5))[0]
+    for _ in range(6):
+        forward(first)
+    with pytest.warns(UserWarning, match=r"it keeps 8 graphs, and what it reads has grown"):
+        for _ in range(12):
+            forward(other)
+    assert len(seen) == 12
+
+    @graph
+    def alone(x):
+        seen.append([])
+        return model(x).detach()
+
+    with pytest.warns(UserWarning, match="runs alone eagerly: it changes `seen"):
+        for _ in range(12):
+            alone(first)
+
+
 def test_a_backward_pass_outside_stays_possible_where_earlier_calls_had_none() -> None:
     """As in a model's forward pass, which an evaluation calls first."""
     model = net()

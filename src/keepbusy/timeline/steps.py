@@ -279,7 +279,8 @@ def rare_steps(timeline: Timeline, most_rows: int = SAMPLED_ROWS) -> tuple[Timel
     usual, long, take = _by_length(timeline)
     if not _are_rare(usual, long) or take < NOISE_OF_A_SCRIPT:
         return None
-    wanted = max(_FEWEST_RARE, most_rows * (len(usual) + len(long)) // max(1, len(timeline)))
+    rows = np.isin(_step_of_rows(timeline), long).sum()  # an evaluation may launch as much as a hundred steps
+    wanted = max(_FEWEST_RARE, most_rows * len(long) // max(1, rows))
     return _of_steps(timeline, np.sort(_evenly(long, min(len(long), wanted)))), len(long)
 
 

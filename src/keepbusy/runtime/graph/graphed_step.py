@@ -21,7 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
 from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, Uncapturable, capture_call
@@ -40,6 +40,8 @@ GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
 
 
+UNSTEADY_CALLS = 4
+"""So many calls of a kind may change something on the host that none before them changed."""
 BACKWARD_LATER = "its backward pass comes later, where a replay has no part; call backward inside the step"
 
 
@@ -200,7 +202,7 @@ class Rehearsal:
 
     def _result(self, returned: Any, gradients: Gradients) -> Any:
         """What the caller gets: as a replay would return it, or as it is where no replay can."""
-        if differentiable(returned) and not gradients.went_back:
+        if gradients.may_go_back(tree_leaves(returned)):
             self.finding = BACKWARD_LATER
             return returned
         return detached(returned)
@@ -273,10 +275,6 @@ def constants_of(returned: Any) -> list[Any]:
     return [one for one in tree_flatten(returned)[0] if type(one) in PLAIN]
 
 
-def differentiable(returned: Any) -> bool:
-    return any(isinstance(one, Tensor) and one.requires_grad for one in tree_flatten(returned)[0])
-
-
 def detached(returned: Any) -> Any:
     """As a replay would return it: without the graph of its gradients."""
     leaves, spec = tree_flatten(returned)
@@ -301,6 +299,7 @@ class StepGraphs:
         """Why calls are eager from here on. The call that showed it was made as written."""
         self._moves = 0
         self._changed: dict[Any, set[StateKey]] = {}
+        self._unsteady: Counter[Any] = Counter()
         self._forget()
         self._capturable[rehearsal.kind] = True
 
@@ -309,7 +308,7 @@ class StepGraphs:
         self._addresses = self._key.addresses()
         self._captured: dict[Any, CapturedCall] = {}
         self._recent: tuple[CapturedCall, Any] | None = None
-        self._capturable: dict[Any, bool] = {}
+        self._capturable: dict[Any, bool | None] = {}
         self._full = False
 
     def run(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -403,22 +402,26 @@ class StepGraphs:
         return self._as_written(call)
 
     def _first(self, call: StepCall, kind: Any) -> Any:
-        if len(self._capturable) >= GRAPHS_PER_STEP:
+        if kind not in self._capturable and len(self._capturable) >= GRAPHS_PER_STEP:
+            if not any(self._capturable.values()):
+                raise Uncapturable(f"nearly every call is another: {self._new_in(call, kind)}")
             self._warn_full(call, kind)
             return self._eager(call)
         before = self._host.read()
         with self._participants.watching() as gradients, self._written.watching():
             returned = self._eager(call)
-        if differentiable(returned) and not gradients.went_back:
+        if gradients.may_go_back(tree_leaves(returned)):
             self._capturable[kind] = False
             self._warn(f"eagerly for some arguments: {BACKWARD_LATER}")
             return returned
         changes, known = changes_between(before, self._host.read()), self._changed.get(kind, set())
+        self._unsteady[kind] += bool(changes)
         again = next((change for change in changes if change.key in known), None)
+        if not again and self._unsteady[kind] == UNSTEADY_CALLS:
+            again = changes[0]
         if again:
             self._warn(f"eagerly for some arguments: it {again.why}")
-        if again or not changes:
-            self._capturable[kind] = not again
+        self._capturable[kind] = None if changes and not again else not again
         self._changed[kind] = {change.key for change in changes}
         self._key.add([one.leaf for one in gradients.held()])
         self._addresses = self._key.addresses()
@@ -456,6 +459,8 @@ class StepGraphs:
         """What no call before had: as a rule a shape, or a setting that a schedule writes."""
         labels = [*call.labels(), *self._key.labels()]
         same_parts = [other for other in self._capturable if len(other) == len(kind)]
+        if not same_parts:
+            return "what it reads has grown; pass it tensors, and what stays the same"
         for place, label in enumerate(labels):
             if all(other[place] != kind[place] for other in same_parts):
                 advice = "pad inputs to a few shapes" if "shape" in label else "keep it on the device, or constant"

@@ -71,7 +71,7 @@ class StepNames:
         names = names_in(function.__code__)
         self.words |= names.attributes | names.texts
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        known, held = function.__globals__, attributes_of(owner)
+        known, held, of_owner = function.__globals__, attributes_of(owner), _names_of_owner(function)
         values = [self._note(label, id(cell), functools.partial(_content, cell)) for label, cell in cells]
         values += [
             self._note(label, (id(known), label), functools.partial(known.get, label))
@@ -80,20 +80,21 @@ class StepNames:
         ]
         values += [
             self._note(f"self.{label}", (id(owner), label), functools.partial(getattr, owner, label, None))
-            for label in sorted(names.attributes)
+            for label in sorted(of_owner.attributes)
             if label in held and not (is_a(owner, torch.nn.Module) and type(held[label]) in PLAIN)
         ]
         for name, value in bound.items():
             if is_a(value, torch.nn.Module, Optimizer, dict, list, tuple, *_CODE):
                 values.append(self._note(name, id(value), functools.partial(_itself, value)))
                 continue
-            self._ahead += _methods(value, names)  # of other objects only what the code names: they may hold anything
+            of_value = names_of(function.__code__, name)  # they may hold anything beside
+            self._ahead += _methods(value, of_value)
             values += [
                 self._note(f"{name}.{label}", (id(value), label), functools.partial(getattr, value, label, None))
-                for label in sorted(names.attributes)
+                for label in sorted(of_value.attributes)
                 if label in attributes_of(value)
             ]
-        self._ahead += _methods(owner, names)
+        self._ahead += _methods(owner, of_owner)
         for label, value in values:
             self._ahead.append(value)
             if is_a(value, ModuleType, type):
@@ -148,6 +149,35 @@ def names_in(code: CodeType) -> CodeNames:
             attributes |= within.attributes
             texts |= within.texts
     return CodeNames(tuple(outer), frozenset(attributes), frozenset(texts))
+
+
+@functools.cache
+def names_of(code: CodeType, variable: str) -> CodeNames:
+    """The same, and of attributes only those of this variable, where the code does nothing else with it: in
+    `self.optimizer.step()` nobody calls the method `step` of `self`."""
+    names, direct = names_in(code), set[str]()
+    if "super" in names.outer:  # which finds the object by itself
+        return names
+    instructions = [*dis.get_instructions(code)]
+    for place, (name, argument) in enumerate([(one.opname, one.argval) for one in instructions]):
+        loaded = argument if isinstance(argument, tuple) else (argument,)  # some load two
+        if variable not in loaded or name.endswith(("_ATTR", "_METHOD", "_CONST", "_GLOBAL", "_NAME")):
+            continue
+        following = instructions[place + 1 :]
+        if following and following[0].opname == "COPY":  # it is read and written: `self.count += 1`
+            del following[0]
+        is_last = "LOAD_FAST" in name and loaded.index(variable) == len(loaded) - 1
+        if not is_last or not following or not following[0].opname.endswith(("_ATTR", "_METHOD")):
+            return names
+        attribute = following[0].argval
+        direct.add(attribute[-1] if isinstance(attribute, tuple) else attribute)
+    return names._replace(attributes=frozenset(direct))
+
+
+def _names_of_owner(function: FunctionType) -> CodeNames:
+    """Of a method, by what it calls its object."""
+    code = function.__code__
+    return names_of(code, code.co_varnames[0]) if code.co_argcount else names_in(code)
 
 
 def _itself(value: Any) -> Any:

@@ -8,6 +8,7 @@ production process may have frozen it, and walking a large one takes most of a s
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -107,8 +108,9 @@ class Gradients:
         self._found: list[tuple[weakref.ref[Tensor], Tensor | None, int]] = []
         self._applied: set[int] = set()
         self._stepped: set[int] = set()
-        self.went_back = False
-        """Whether there was a backward pass at all: its gradients may be gone by the end of the step."""
+        self._freed: set[Any] = set()
+        """Nodes of graphs of gradients that a backward pass has gone through for the last time."""
+        self._went_back = False
 
     def note_step(self, optimizer: Optimizer) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -116,23 +118,32 @@ class Gradients:
         self._stepped |= {id(one) for one in weights}
         self._applied |= {id(one.grad) for one in weights}
 
-    def note_backward(self, outputs: Any) -> None:
+    def may_go_back(self, returned: Iterable[Any]) -> bool:
+        """Whether a backward pass from one of these values may follow: none has freed a part of its graph yet."""
+        for one in returned:
+            if not isinstance(one, Tensor) or not one.requires_grad:
+                continue
+            if one.grad_fn is None:
+                if not self._went_back:
+                    return True
+            elif not any(node in self._freed for node in _nodes_behind([one.grad_fn])):
+                return True
+        return False
+
+    def note_backward(self, outputs: Any, keeps_graph: bool) -> None:
         """The leaves that it will reach."""
-        self.went_back = True
         nodes: list[Any] = []
         for one in [outputs] if isinstance(outputs, Tensor | GradientEdge) else [*outputs]:
             if isinstance(one, Tensor) and one.is_leaf:
                 self._note([one])
             else:  # a tensor, or an edge of the graph of gradients
                 nodes.append(one.grad_fn if isinstance(one, Tensor) else one.node)
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
+        for node in _nodes_behind(nodes):
             if type(node).__name__ == "AccumulateGrad":
                 self._note([node.variable])
-            ahead = {following for following, _ in node.next_functions if following is not None} - seen
-            seen |= ahead
-            nodes += ahead
+            elif not keeps_graph:
+                self._freed.add(node)
+        self._went_back |= not keeps_graph
 
     def keep_those_alive(self) -> list[Tensor]:
         """At the end of the step: what was found, and lives on."""
@@ -160,6 +171,18 @@ class Gradients:
             if id(leaf) not in self._known and leaf.requires_grad and leaf.is_leaf:
                 self._known.add(id(leaf))
                 self._found.append((weakref.ref(leaf), leaf.grad, _version(leaf.grad)))
+
+
+def _nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """These nodes of a graph of gradients, and all that they lead to."""
+    ahead = [*nodes]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        yield node
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        ahead += following
 
 
 def enter(held: list[HeldGradient]) -> None:
@@ -221,7 +244,7 @@ def _version(gradient: Tensor | None) -> int:
 
 
 class _Watcher(NamedTuple):
-    backward: Callable[[Any], Any]
+    backward: Callable[[Any, bool], Any]
     scheduler: Callable[[Any], Any]
     scaler: Callable[[Any], Any]
 
@@ -236,10 +259,11 @@ def _watch(watcher: _Watcher) -> None:
         _WATCHERS.append(watcher)
         if len(_WATCHERS) > 1:
             return
-        calls: list[tuple[Any, str, int]] = [(torch.autograd, "backward", 0), (torch.autograd, "grad", 0)]
-        calls += [(kind, "step", 1) for kind in _kinds(LRScheduler)]
-        calls += [(kind, name, 2) for kind in _kinds(torch.amp.GradScaler) for name in ("unscale_", "step", "update")]
-        _RESTORES.extend(_tell_calls(*call) for call in calls if call[1] in vars(call[0]))
+        kinds = [(kind, name) for kind in _kinds(torch.amp.GradScaler) for name in ("unscale_", "step", "update")]
+        calls: list[tuple[Any, str, Callable[..., None]]] = [(*one, _tell_scaler) for one in kinds]
+        calls += [(kind, "step", _tell_scheduler) for kind in _kinds(LRScheduler)]
+        calls += [(torch.autograd, name, _tell_backward) for name in ("backward", "grad")]
+        _RESTORES.extend(_told(*call) for call in calls if call[1] in vars(call[0]))
 
 
 def _unwatch(watcher: _Watcher) -> None:
@@ -249,15 +273,34 @@ def _unwatch(watcher: _Watcher) -> None:
             _RESTORES.pop()()
 
 
-def _tell_calls(owner: Any, name: str, listener: int) -> Callable[[], None]:
-    """Each call shows its first argument to the watchers."""
+def _tell_backward(tensors: Any, /, **options: Any) -> None:
+    keeps = options.get("retain_graph")
+    for watcher in [*_WATCHERS]:
+        watcher.backward(tensors, bool(options.get("create_graph") if keeps is None else keeps))
+
+
+def _tell_scheduler(scheduler: LRScheduler, /, **_options: Any) -> None:
+    for watcher in [*_WATCHERS]:
+        watcher.scheduler(scheduler)
+
+
+def _tell_scaler(scaler: torch.amp.GradScaler, /, **_options: Any) -> None:
+    for watcher in [*_WATCHERS]:
+        watcher.scaler(scaler)
+
+
+def _told(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:
+    """Each call shows its arguments to the watchers."""
     function = vars(owner)[name]
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def telling(*arguments: Any, **options: Any) -> Any:
-        first = arguments[0] if arguments else options.get("tensors", options.get("outputs", ()))
-        for watcher in [*_WATCHERS]:
-            watcher[listener](first)
+        try:
+            (_, first), *others = signature.bind(*arguments, **options).arguments.items()
+        except TypeError:  # the call itself says what is wrong with it
+            return function(*arguments, **options)
+        tell(first, **dict(others))
         return function(*arguments, **options)
 
     def restore() -> None:

@@ -34,6 +34,9 @@ _ENDS = (*PLAIN, torch.Size, torch.dtype, torch.device, torch.layout, type, Modu
 _LEFT_ALONE = {"logging", "threading", "_thread", "weakref", "multiprocessing", "concurrent", "asyncio"}
 """Packages whose objects hold what belongs to the whole process."""
 
+_OF_GRAPHS = "keepbusy.runtime.graph.graphed_step"
+"""Of what `graph` returned only the step matters: the rest is its own account of it."""
+
 
 class SameObject:
     """Equal to nothing but the same object, which it keeps alive meanwhile."""
@@ -73,6 +76,8 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 
 def _parts_of(value: Any) -> dict[str, Any]:
+    if type(value).__module__ == _OF_GRAPHS:
+        return {"": vars(value).get("__wrapped__")}
     if isinstance(value, torch.amp.GradScaler):  # which makes its other parts anew at each step
         return {f".{name}": vars(value)[name] for name in ("_scale", "_growth_tracker") if name in vars(value)}
     parts: dict[str, Any] = {}
