@@ -14,7 +14,7 @@ from told import TRAIN, told
 from keepbusy.explain.capture import Capture
 from keepbusy.explain.causes import Scene
 from keepbusy.explain.remedies import capture_of
-from keepbusy.timeline.model import Kind
+from keepbusy.timeline.model import Direction, Kind
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
 PREPARE = "data.py(3): prepare"
@@ -93,16 +93,32 @@ def test_a_cache_that_grows_is_captured_in_none_of_its_sizes() -> None:
     assert capture(body).share == 0
 
 
-@pytest.mark.parametrize(("between", "share"), [(3_000, 0.0), (50, 1.0)])
-def test_a_backward_pass_is_captured_with_its_forward_pass(between: int, share: float) -> None:
+@pytest.mark.parametrize(("between", "share"), [("data.py(3): prepare", 1.0), ("model.py(7): forward", 0.0)])
+def test_a_backward_pass_is_captured_with_its_forward_pass(between: str, share: float) -> None:
+    """A statement between the two may prepare the next batch and can move, but not one within the forward pass."""
+
     def body(run: Run) -> None:
         with run.inside("model.py(7): forward"):
             launches(run)
-        run.work(between, at=[PREPARE])
+        with run.inside(between):
+            run.work(3_000, at=[PREPARE])
+            launches(run, 8 if share == 0 else 0)
         with run.inside("backward"):
             launches(run)
 
     assert capture(body).share == share
+
+
+def test_what_needs_a_value_of_the_forward_pass_does_not_move() -> None:
+    def body(run: Run) -> None:
+        with run.inside("model.py(7): forward"):
+            launches(run)
+        with run.inside(PREPARE):
+            run.copy(64, 5, Direction.DEVICE_TO_HOST, at=["aten::copy_"]).work(3_000)
+        with run.inside("backward"):
+            launches(run)
+
+    assert capture(body).share == 0
 
 
 def test_an_evaluation_before_it_is_not_the_forward_pass_of_a_backward_pass() -> None:

@@ -138,7 +138,8 @@ BODY = """\
     ],
 )
 def test_what_cannot_move_parts_the_graph(between: str) -> None:
-    new = captured(BODY.replace("...", between).replace("loss = out.sum()", "loss = (out + model.bias).sum()"))
+    source = BODY.replace("...", between).replace("loss = out.sum()", "loss = (out + model.bias).sum()")
+    new = captured(source.replace("loss.backward()", "losses[0] = loss"))
     assert new is not None
     assert "def captured_train(model, x):\n    out = model(x)\n    return out\n" in new
     assert f"            {between}\n        loss = captured_train_2(" in new or f"{between}\n" in new
@@ -227,3 +228,66 @@ def test_an_attribute_that_the_lines_store_is_returned() -> None:
         "def captured_train(self, x, mean):\n    out, loss = self.model(x)\n    loss.backward()\n"
         "    mean = mean * 0.9 + loss.detach()\n    return loss, mean\n"
     ) in new
+
+
+def test_the_next_batch_is_taken_behind_the_graph() -> None:
+    """By a function of the file, of which is known all that it does."""
+    source = """\
+        import torch
+        import keepbusy
+
+        def get_batch(split):
+            data = train_data if split == "train" else val_data
+            ix = torch.randint(len(data) - 8, (4,))
+            return torch.stack([data[i : i + 8] for i in ix]).to(device)
+
+        def main():
+            x = get_batch("train")
+            for _ in range(9):  # loop
+                loss = model(x)  # launches
+                x = get_batch("train")  # stays
+                optimizer.zero_grad()
+                loss.backward()  # launches
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # launches
+                optimizer.step()  # launches
+    """
+    new = captured(source)
+    assert new is not None
+    assert (
+        """\
+def captured_main(x):
+    loss = model(x)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+"""
+        in new
+    )
+    assert """\
+        captured_main(x)
+        x = get_batch("train")
+""" in dedent(new)
+    for act in ("launch(ix)", "global device", "train_data.roll_(1)"):
+        kept = captured(source.replace("            ix = torch", f"            {act}\n            ix = torch"))
+        assert kept is None or "    loss = model(x)\n    optimizer.zero_grad()" not in kept
+
+
+def test_a_forward_pass_is_not_captured_without_its_backward_pass() -> None:
+    source = """\
+        import keepbusy
+
+        def main(loader, model, optimizer):
+            for x in loader:  # loop
+                out = model(x)  # launches
+                loss = out.mean()
+                optimizer.zero_grad()
+                loss.backward()  # stays
+                optimizer.step()  # launches
+    """
+    new = captured(source)
+    assert new is not None
+    assert "        out = model(x)\n        loss = out.mean()" in new
+    seen = captured(source.replace("loss = out.mean()", "loss = head(out.detach())"))
+    assert seen is not None
+    assert "def captured_main(model, x):\n    out = model(x)\n    return out" in seen

@@ -158,7 +158,7 @@ def test_a_module_may_define_its_own_parameters() -> None:
 
     kept = Kept()
     assert losses(kept) == losses(lambda step: step)
-    assert kept.graphed.replays == 5
+    assert kept.graphed.replays == 6
 
 
 @pytest.mark.parametrize("how", ["backward", "grad"])
@@ -187,7 +187,7 @@ def test_gradients_that_are_gone_when_the_step_ends(how: str) -> None:
 
     kept = Kept()
     assert losses(kept) == losses(lambda step: step)
-    assert kept.graphed.replays == 5
+    assert kept.graphed.replays == 6
 
 
 def test_what_a_caller_keeps_never_changes() -> None:
@@ -280,7 +280,7 @@ def test_the_report_counts_calls() -> None:
     step = graph(whole(model, adam(model)))
     for x, y in batches(10):
         step(x, y)
-    assert step.report() == "step: 2 replayed, 4 compared, 1 captured, 3 eager"
+    assert step.report() == "step: 3 replayed, 4 compared, 1 captured, 2 eager"
 
 
 def test_without_a_gpu_it_is_the_step_itself(monkeypatch) -> None:
@@ -383,3 +383,74 @@ def test_a_scaler_that_is_off_and_checked_distributions_are_captured() -> None:
     (plain, _), (graphed, step) = run(lambda step: step), run(graph)
     assert graphed == plain
     assert step.replays > 5, step.report()
+
+
+def test_gradients_of_each_sample() -> None:
+    """`torch.func` computes with tensors that have no memory of their own."""
+    model = net()
+
+    def loss_of(weights, x, y):
+        return torch.nn.functional.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))
+
+    def step(x, y):
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        return sum(gradient.norm() for gradient in each(weights, x, y).values())
+
+    graphed = graph(step)
+    for x, y in batches(8):
+        assert torch.equal(graphed(x, y), step(x, y))
+    assert graphed.replays
+
+
+def test_a_number_that_is_another_at_each_call_is_taken_in() -> None:
+    """As the weight of a loss that rises: a tensor in its place computes the same."""
+
+    def training(wrap):
+        model = net()
+        optimizer = adam(model)
+
+        def step(x, y, weight):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y) + weight * model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = wrap(step)
+        return step, [float(step(x, y, at / 100)) for at, (x, y) in enumerate(batches(12))]
+
+    graphed, losses = training(graph)
+    assert losses == training(lambda step: step)[1]
+    assert graphed.report().startswith("step: 4 replayed, 5 compared, 1 captured, 2 eager")
+
+
+def test_a_number_that_counts_is_not_taken_in() -> None:
+    model = net()
+    graphed = graph(lambda x, count: model(x[:count]).detach())
+    with pytest.warns(UserWarning, match="the argument 3 is another number at each call; pass it as a tensor"):
+        shapes = [len(graphed(x, at + 1)) for at, (x, _) in enumerate(batches(5))]
+    assert shapes == [1, 2, 3, 4, 5]
+
+
+def test_a_scaler_is_captured_with_an_optimizer_that_is_fused_meanwhile() -> None:
+    model = net()
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)  # gradients overflow at first
+
+    @graph
+    def step(x, y):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for x, y in batches(40):
+        step(x, y)
+    assert step.replays
+    assert scaler.get_scale() < 2.0**30
+    assert not optimizer.param_groups[0]["fused"]
+    assert all(weight.isfinite().all() for weight in model.parameters())

@@ -285,6 +285,24 @@ def test_views_and_complex_numbers() -> None:
     assert torch.equal(wave.cpu(), torch.fft.fft(torch.arange(6.0).view(2, 3)).conj())
 
 
+def test_an_operator_may_give_the_same_result_twice() -> None:
+    """As the backward pass of an LSTM's cell: the gradient of what comes in is that of what goes round."""
+    torch.manual_seed(0)
+    cell, x = nn.LSTMCell(3, 4).cuda(), torch.randn(2, 3).cuda()
+
+    def gradients() -> list[torch.Tensor]:
+        cell.zero_grad()
+        cell(x)[0].sum().backward()
+        return [weight.grad for weight in cell.parameters()]
+
+    expected = [one.clone() for one in gradients()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients()
+    graph.replay()
+    assert all(map(torch.equal, expected, found))
+
+
 def test_a_graph_keeps_what_it_reads_though_the_program_lets_go() -> None:
     """On a GPU that would read memory of somebody else; here it must at least not crash."""
     graph, x = torch.cuda.CUDAGraph(), torch.full((1 << 16,), 3.0, device="cuda")

@@ -46,6 +46,9 @@ def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
     reads[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
     stays, launches = _stays(scene, goes, reads), np.flatnonzero((scene.command != NONE) & ~reads)
     parted = frames_around(timeline.frames, spans.frame[stays]) | _holds_steps(scene)
+    prepared = _prepared(scene, stays, goes)
+    stays_there = stays
+    stays = stays & ~prepared
     run = _numbers(scene, stays, parted)
     held = _alike(scene, launches, run[launches])
     held = held[~np.isin(run[held], _without_forward(scene, stays, launches, run))]
@@ -55,9 +58,9 @@ def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
     inside = (rows > first[run]) & (rows <= last[run]) & (first[run] != NONE)
     statement = scene.outermost(~parted)
     inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
-    inside &= ~timeline.on_device & ~stays
+    inside &= ~timeline.on_device & ~stays & ~prepared
     launched = np.append(inside, False)[scene.launch] & (scene.launch != NONE)
-    parted = _parted_by(scene, stays | by_hand) | _holds_steps(scene)
+    parted = _parted_by(scene, stays_there | by_hand) | _holds_steps(scene)
     return Capture(
         inside | launched,
         inside & scene.is_sync,
@@ -129,6 +132,25 @@ def _stays(scene: Scene, goes: Mask, reads: Mask) -> Mask:
     copies = np.append(crosses, False)[scene.command] & (scene.command != NONE)
     kept = (scene.is_sync & ~goes) | (copies & ~reads) | (scene.loader_frame != NONE) | scene.is_heavy
     return (kept | scene.within(Role.OBJECTS)) & ~scene.timeline.on_device & ~scene.by_workers
+
+
+def _prepared(scene: Scene, stays: Mask, goes: Mask) -> Mask:
+    """Between a forward pass and its backward pass, the host's rows of statements that compute nothing on the GPU and
+    read nothing of it, as those that take the next batch: they depend on nothing that the step computes, so they can
+    move out of its way."""
+    spans, frames = scene.timeline.spans, scene.timeline.frames
+    copied = np.where(scene.copy_of_sync != NONE, scene.copy_of_sync, scene.command)
+    brings = (copied != NONE) & scene.is_copy[copied] & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
+    computes = ((scene.command != NONE) | (scene.is_sync & ~goes)) & ~brings
+    free = ~frames_around(frames, spans.frame[computes]) & frames_around(frames, spans.frame[stays])
+    rows = np.flatnonzero((scene.outermost(free) != NONE) & ~scene.timeline.on_device & (scene.loader_frame == NONE))
+    others = np.flatnonzero(computes)
+    back = np.append(np.zeros(1, bool), scene.within(Role.BACKWARD)[others])
+    often, place, few = np.cumsum(back), np.searchsorted(others, rows), FEWEST_LAUNCHES
+    begins = often[np.minimum(place + few, len(others))] > often[place]  # the first gradient is made before it
+    result = np.zeros(len(spans), bool)
+    result[rows[begins & ~back[place]]] = True
+    return result
 
 
 def _numbers(scene: Scene, stays: Mask, parted: Mask) -> Ints:

@@ -37,11 +37,14 @@ _TABLES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(enco
 REMEDIES = {cause: Remedy(**told) for cause, told in _TABLES["usual"].items()}
 """By cause, where nothing more particular was seen."""
 PARTICULAR = {name: Remedy(**told) for name, told in _TABLES["particular"].items()}
-REMOVES_WAIT = ("readback", "drop_checks", "drop_sync", "keep_shapes", "tell_sizes", "read_at_once", "fuse_optimizer")
+REMOVES_WAIT = (
+    *("readback", "drop_checks", "drop_sync", "keep_shapes", "tell_sizes", "read_at_once", "fuse_optimizer"),
+    "create_on_gpu",
+)
 """Fixes after which nothing waits there any more, so that it can be captured."""
-GONE_IN_A_GRAPH = ("drop_checks", "fuse_optimizer")
-"""Of these, what nothing needs to be written for: a graph is captured without argument checks, and with optimizers that
-count on the device."""
+GONE_IN_A_GRAPH = ("drop_checks", "fuse_optimizer", "create_on_gpu")
+"""Of these, what nothing needs to be written for there: a graph is captured without argument checks, and with
+optimizers that count on the device; and tensors are made elsewhere."""
 FEW_AT_A_TIME = ("keep_shapes", "tell_sizes")
 """Of these not where a loop chooses again and again: that becomes one call, if anything."""
 LEAST_CAPTURED = 0.5
@@ -204,6 +207,9 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["checkpoint"]
     if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
         return PARTICULAR["send_tensors"]
+    if _waits_going_back(seen):
+        moves = seen.scene.within(Role.MOVES_GRADIENT)[seen.rows]
+        return PARTICULAR["gradient_moves" if 2 * np.count_nonzero(moves) > len(moves) else "waits_going_back"]
     if (seen.scene.library_role[seen.rows] & Role.SCALER).any():
         return PARTICULAR["scaler"]
     if (seen.scene.library_role[seen.rows] & Role.VALIDATES).any():
@@ -221,6 +227,15 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
         return PARTICULAR["decided_here"]
     in_a_row = np.isin(seen.rows, [rows[0] for rows in seen.scene.reads_in_a_row]).all()
     return PARTICULAR["read_at_once"] if known is None and in_a_row else known
+
+
+def _waits_going_back(seen: PlacedCause) -> bool:
+    """Whether it is a backward pass that waits, and no hook of the program's in it."""
+    scene, frames = seen.scene, seen.scene.timeline.frames
+    if not scene.within(Role.BACKWARD)[seen.rows].all():
+        return False
+    node, line = scene.innermost(scene.frames_with(Role.BACKWARD))[seen.rows], scene.innermost_line[seen.rows]
+    return bool(((line == NONE) | (frames.start[line] <= frames.start[node])).all())
 
 
 def _of_a_collective(seen: PlacedCause) -> Remedy | None:

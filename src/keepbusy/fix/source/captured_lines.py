@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,7 +50,21 @@ _ARRIVING = _HARMLESS | {
     *("cpu", "pin_memory", "numpy", "long", "half", "float", "item", "tolist", "zeros", "from_numpy", "next"),
 }
 """What brings values to the device or home: it may stand before the captured statements that follow, or behind them."""
-_COLLECTING = _ARRIVING | {
+_DRAWING = {
+    *("rand", "randn", "randint", "randperm", "random", "choice", "permutation", "uniform", "normal", "integers"),
+    *("standard_normal", "sample", "shuffle"),
+}
+"""What draws random numbers of the host, in an order that has to stay."""
+_PREPARING = (
+    _ARRIVING
+    | _DRAWING
+    | {
+        *("tensor", "as_tensor", "asarray", "array", "arange", "empty", "full", "ones", "stack", "cat", "concatenate"),
+        *("astype", "copy", "memmap", "int64", "int32", "float32", "float64", "uint16", "join", "bool", "sorted"),
+    }
+)
+"""What prepares a batch: it may stand behind captured statements that it stood before, or before those that follow."""
+_COLLECTING = _PREPARING | {
     *("append", "extend", "update", "add", "put", "push", "record", "write", "print", "info", "debug", "warning"),
     *("log", "add_scalar", "set_postfix", "set_description", "format", "sum", "mean", "exp", "round", "perf_counter"),
 }
@@ -286,6 +301,10 @@ class _Function:
         self._counters = {name for one in self.own for name in _counts(one)}
         self._local = self._locals_of(node, self.own)
         self._shared = {name for one in self.own if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+        defined = [one for one in ast.walk(around[0]) if isinstance(one, ast.FunctionDef)]
+        counts = Counter(one.name for one in defined)
+        top = {id(one) for part in around for one in getattr(part, "body", ())}
+        self._functions = {one.name: one for one in defined if counts[one.name] == 1 and id(one) in top}
         imports = [one for one in ast.walk(around[0]) if isinstance(one, ast.Import | ast.ImportFrom)]
         of_objects = [one for one in ast.walk(around[0]) if isinstance(one, ast.Attribute | ast.Name)]
         stored = [one for one in of_objects if isinstance(one.ctx, ast.Store)]
@@ -333,7 +352,8 @@ class _Function:
             launches = sum(
                 count for line, count in launching.items() if any(one.has([line]) for one in region.captured)
             )
-            if launches >= FEWEST_LAUNCHES and self._names(region, statements[following:], path):
+            rest = statements[following:]
+            if launches >= FEWEST_LAUNCHES and self._names(region, rest, path) and not _goes_back(region, rest, path):
                 yield region
             at = following
 
@@ -404,9 +424,11 @@ class _Function:
                 region.before, region.after, waiting, end = [*before], [*after], [], place + 1
             elif kinds[place] in ("mixed", "fixed") or not _moves(one):
                 break
-            elif _is_known(one, _ARRIVING) and all(self._independent(one, other, []) for other in (*passed, *after)):
+            elif self._is_known(one, _PREPARING) and all(
+                self._independent(one, other, []) for other in (*passed, *after)
+            ):
                 before.append(one)
-            elif _is_known(one, _ARRIVING | _COLLECTING):
+            elif self._is_known(one, _COLLECTING):
                 after.append(one)
             else:
                 break
@@ -420,16 +442,40 @@ class _Function:
     def _independent(self, one: Statement, other: Statement, results_of: Iterable[Statement]) -> bool:
         """Whether the two may change places: neither stores what the other uses, and no object is used by both that
         either might write to. Results of these statements are written to by methods such as `add_` alone."""
-        mine, others = _Uses(one.nodes), _Uses(other.nodes)
-        written, written_there = mine.all_written(), others.all_written()
+        mine, others = _Uses(self._with_called(one)), _Uses(self._with_called(other))
+        if mine.called & _DRAWING and others.called & _DRAWING:
+            return False
+        written, written_there = (uses.all_written() - self._imported for uses in (mine, others))
         if written & ({*others.loads} | written_there) or written_there & {*mine.loads}:
             return False
         results = {name for part in results_of for name in _Uses(part.nodes).stores}
         return not (self._objects(one) & self._objects(other)) - results
 
+    def _with_called(self, statement: Statement) -> list[ast.stmt]:
+        """And the functions of the file that it calls, as far as their names tell all that they do."""
+        found, ahead = list[ast.stmt](), list[ast.stmt](statement.nodes)
+        while ahead:
+            one = ahead.pop()
+            found.append(one)
+            functions = [part.func for part in ast.walk(one) if isinstance(part, ast.Call)]
+            called = {part.id for part in functions if isinstance(part, ast.Name)}
+            ahead += [self._functions[name] for name in called & {*self._functions}]
+            ahead = [later for later in ahead if later not in found]
+        return found
+
+    def _is_known(self, statement: Statement, harmless: Set[str]) -> bool:
+        """Whether it calls nothing that might have an effect on what its names do not tell of."""
+        nodes = self._with_called(statement)
+        called = _Uses(nodes).called
+        steps = [node for node in statement.nodes if isinstance(node, ast.Expr) and "step" in _Uses([node]).called]
+        if "step" in called and len(steps) == len(statement.nodes) == 1 and called == {"step"}:
+            return harmless >= _COLLECTING  # of a schedule or a profiler: what stands before it stays before it
+        functions = [one for one in nodes if isinstance(one, ast.FunctionDef)]
+        return called - {one.name for one in functions} <= harmless and all(map(_only_returns, functions))
+
     def _objects(self, statement: Statement) -> set[str]:
         """Names that it uses, but for modules, and what only its shape is asked of."""
-        parts = [part for top in statement.nodes for part in ast.walk(top)]
+        parts = [part for top in self._with_called(statement) for part in ast.walk(top)]
         shapes = [part.value for part in parts if isinstance(part, ast.Attribute) and part.attr in ("shape", "size")]
         shapes += [part.args[0] for part in parts if isinstance(part, ast.Call) and _is_len(part) and part.args]
         asked = {id(one) for one in shapes}
@@ -558,6 +604,31 @@ def _shown_whole(node: ast.AST) -> Iterator[str]:
             yield name
 
 
+_WITHOUT_GRADIENT = {"detach", "item", "tolist", "data", "shape", "size", "dtype", "device"}
+
+
+def _goes_back(
+    region: LiftedLines, rest: Iterable[Statement], path: Sequence[tuple[ast.stmt, Sequence[ast.stmt], int]]
+) -> bool:
+    """Whether a backward pass that comes later may begin at what the region makes: the graph of gradients ends with a
+    replay."""
+    following = [*region.after, *rest]
+    for _, outer, at in reversed(path):
+        following += _statements(outer)[at + 1 :]
+    of_results = {*region.made}
+    for one in following:
+        parts = [part for node in one.nodes for part in ast.walk(node)]
+        attributes = [part for part in parts if isinstance(part, ast.Attribute)]
+        looked_into = {id(part.value) for part in attributes if part.attr in _WITHOUT_GRADIENT}
+        read = {part.id for part in parts if isinstance(part, ast.Name) and id(part) not in looked_into}
+        if read & of_results:
+            uses = _Uses(one.nodes)
+            if "backward" in uses.called:
+                return True
+            of_results |= {*uses.stores}
+    return False
+
+
 def _statements(block: Sequence[ast.stmt]) -> list[Statement]:
     found: list[Statement] = []
     for node in block:
@@ -592,13 +663,14 @@ def _serves(one: Statement, following: Iterable[Statement]) -> bool:
     return bool(uses.called & _SETS_UP) or bool({*uses.stores} & read)
 
 
-def _is_known(statement: Statement, harmless: Set[str]) -> bool:
-    """Whether it calls nothing that might have an effect on what its names do not tell of."""
-    called = _Uses(statement.nodes).called
-    steps = [node for node in statement.nodes if isinstance(node, ast.Expr) and "step" in _Uses([node]).called]
-    if "step" in called and len(steps) == len(statement.nodes) == 1 and called == {"step"}:
-        return harmless >= _COLLECTING  # of a schedule or a profiler: what stands before it stays before it
-    return called <= harmless
+def _only_returns(function: ast.FunctionDef) -> bool:
+    """Whether all that a call does is what it returns: it writes to nothing that it was given or finds."""
+    own = [one for part in function.body for one in ast.walk(part)]
+    stored = {one.id for one in own if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    uses = _Uses(function.body)
+    acts = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Assert, ast.FunctionDef)
+    writes = uses.attributes | uses.written
+    return not function.decorator_list and writes <= stored and not any(isinstance(one, acts) for one in own)
 
 
 def _moves(statement: Statement) -> bool:

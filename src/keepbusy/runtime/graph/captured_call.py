@@ -12,7 +12,7 @@ import gc
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,9 +30,13 @@ from keepbusy.runtime.tensor_kinds import same_kinds
 class StepCall:
     """One call of a step: its tensors, which a graph takes in, and its constants, which it keeps."""
 
-    def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any], changing: Collection[int] = ()) -> None:
+        """`changing`: places among the leaves of numbers that a graph takes in as tensors."""
         self.given = (arguments, options)
         self.leaves, self.spec = tree_flatten(self.given)
+        for place in changing:
+            if place < len(self.leaves) and type(self.leaves[place]) is float:
+                self.leaves[place] = torch.tensor(self.leaves[place], dtype=torch.float32)  # as operators take it
         self.tensors = [one for one in self.leaves if isinstance(one, Tensor)]
 
     @property
@@ -54,9 +58,9 @@ class StepCall:
         leaves, spec = tree_flatten(self.given)
         return spec != self.spec or any(map(operator.is_not, leaves, self.leaves))
 
-    def numbers(self) -> list[float]:
-        """Those among the arguments, which a graph keeps as they are."""
-        return [one for one in self.leaves if type(one) in (int, float)]
+    def numbers(self) -> dict[int, float]:
+        """Those among the arguments, which a graph keeps as they are, by their places among the leaves."""
+        return {place: one for place, one in enumerate(self.leaves) if type(one) in (int, float)}
 
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""

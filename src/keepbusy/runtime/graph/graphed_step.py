@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -24,13 +24,30 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
-from keepbusy.runtime.graph.captured_call import CapturedCall, EagerStream, StepCall, Uncapturable, capture_call
-from keepbusy.runtime.graph.host_state import HostChange, HostState, StateKey, changes_between, settings
+from keepbusy.runtime.graph.captured_call import (
+    CapturedCall,
+    EagerStream,
+    StepCall,
+    Uncapturable,
+    capture_call,
+)
+from keepbusy.runtime.graph.host_state import (
+    HostChange,
+    HostState,
+    StateKey,
+    changes_between,
+    settings,
+)
 from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
 from keepbusy.runtime.graph.named_values import NamedValues
 from keepbusy.runtime.graph.names_read import PLAIN, StepNames
 from keepbusy.runtime.graph.participants import Gradients, HeldSchedules, Participants, may_be_held
-from keepbusy.runtime.graph.replay_check import COMPARED_FIRST, WrittenTensors, is_compared, replay_compared
+from keepbusy.runtime.graph.replay_check import (
+    COMPARED_FIRST,
+    WrittenTensors,
+    is_compared,
+    replay_compared,
+)
 from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
 from keepbusy.runtime.module_parts import submodules
 
@@ -90,7 +107,7 @@ class GraphKey:
             numbers,
             tuple([one.grad is None for one in self._leaves.values()]),
             *[
-                settings({**group, "lr": None} if self._rates.moves(group) else group)
+                settings(group | self._rates.of_its_own(group))
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
             ],
@@ -157,7 +174,7 @@ class Rehearsal:
 
     1. Libraries load, optimizers make their state; modules and optimizers are met.
     2. The host's state is read before and after. What differs, a replay would leave undone.
-    3. If something differed, the step is traced to find the line. If not, optimizers count on the device from here on.
+    3. If something differed, the step is traced to find the line. If not, it is captured from here on.
 
     Results are like those of a replay: without the graph of their gradients. `finding` says why the step cannot be
     captured, once that is known.
@@ -169,19 +186,20 @@ class Rehearsal:
         self.holds = False
         """Whether schedules step once the call is over."""
         self._eager = eager
-        self._calls = [self._first_call, self._second_call, self._third_call]
-        self._trained: list[Tensor] | None = None
+        self._calls = [self._first_call, self._second_call]
+        self._trained: list[Tensor] = []
         self._changes: list[HostChange] = []
+        self._seen: tuple[Any, ...] = ()
         self._returned: tuple[Any, Any] = (None, None)
-        self._numbers: list[list[float]] = []
-
-    @property
-    def over(self) -> bool:
-        return not self._calls
+        self._numbers: list[dict[int, float]] = []
+        self.changing: frozenset[int] = frozenset()
+        """Places of arguments that are other numbers at each call, which a graph takes in."""
 
     def run(self, call: StepCall) -> Any:
         """One eager call."""
-        self._numbers.append(call.numbers())
+        self._numbers = [*self._numbers[-2:], call.numbers()]
+        if not self._calls:
+            return self._find_line(call) if self._changes else detached(self._eager.run(call))
         if self._calls[0] == self._second_call:
             self._find_names()
         with HeldSchedules().holding() if self.holds else nullcontext():
@@ -219,7 +237,7 @@ class Rehearsal:
         self.holds = bool(schedulers) and self.participants.schedules_step_last and may_be_held(schedulers, words)
 
     def _second_call(self, call: StepCall) -> Any:
-        before = self.host.read()
+        before, self._seen = self.host.read(), call.kind
         with self.participants.watching() as gradients, self.written.watching():
             returned = self._result(self.worth.time_eager(lambda: self._eager.run(call)), gradients)
         self._trained = [one.leaf for one in gradients.held()]  # before the loop clears what the step has left
@@ -230,24 +248,25 @@ class Rehearsal:
             self.finding = f"it returned {first} first and {second} then, which no replay would renew"
         return returned
 
-    def _third_call(self, call: StepCall) -> Any:
-        if self._changes:
-            return self._find_line(call)
-        if self._trained is not None:  # else the call failed, and this is another
-            self.rates = LearningRates([*self.participants.optimizers], self.participants.sparse_weights())
-            self.key = GraphKey(self.participants, self._names, self.rates)
-            self.key.add(self._trained)
-            self.rates.count_on_device()
-            self._trained = None
-        self.kind = (*call.kind, *self.key.kind())
-        changing = [one[-1] for one in zip(*self._numbers, strict=False) if len({*one}) == len(one)]
-        if changing:
-            self.finding = f"the argument {changing[0]!r} is another number at each call; pass it as a tensor"
-        with self.rates.on_device(), self.participants.watching() as gradients, self.written.watching():
-            returned = self._result(self._eager.run(call), gradients)
-        if self.finding:
-            self.rates.count_on_host()
-        return returned
+    def is_over(self, call: StepCall) -> bool:
+        """Whether this call is the first that may be captured. Where `finding` says why not, it is none."""
+        if self._calls or self._changes or not self.participants.have_state():
+            return False
+        seen, now = self._numbers, call.numbers()
+        changing = [at for at in now if len({now[at], *(one.get(at) for one in seen)}) == len(seen) + 1]
+        whole = next((now[at] for at in changing if type(now[at]) is int), None)
+        if whole is not None:  # it may count or choose
+            self.finding = f"the argument {whole!r} is another number at each call; pass it as a tensor"
+            return False
+        self.changing = frozenset(changing)
+        self.rates = LearningRates(
+            [*self.participants.optimizers], self.participants.sparse_weights(), bool(self.participants.scalers)
+        )
+        self.key = GraphKey(self.participants, self._names, self.rates)
+        self.key.add(self._trained)
+        kind, taken = call.kind, StepCall(*call.given, self.changing).kind
+        self.kind = (*taken, *self.key.kind()) if self.changing or kind == self._seen else None
+        return True
 
     def _find_line(self, call: StepCall) -> Any:
         """What changes once and not again was made when it was first needed, or by another thread."""
@@ -261,8 +280,7 @@ class Rehearsal:
         if any(change.key == traced.key for change in again):
             self.finding = f"at {tracer.found} it {traced.why}" if tracer.found else f"it {traced.why}"
         else:
-            self._changes = [change for change in again if change.key in known]
-            self._calls.append(self._third_call)
+            self._changes, self._seen = [change for change in again if change.key in known], call.kind
         return returned
 
 
@@ -291,17 +309,20 @@ class StepGraphs:
         self._participants, self._rates, self._key = rehearsal.participants, rehearsal.rates, rehearsal.key
         self._host, self._written = rehearsal.host, rehearsal.written
         self._stream = torch.cuda.current_stream()
-        self._worth, self._holds = rehearsal.worth, rehearsal.holds
+        self._worth, self._holds, self._changing = rehearsal.worth, rehearsal.holds, rehearsal.changing
         self._schedules = HeldSchedules()
         self.is_decided = False
         """Whether replays are known to take less time."""
         self.finding = ""
         """Why calls are eager from here on. The call that showed it was made as written."""
         self._moves = 0
+        self._counts_on_device = False
+        """Whether optimizers do: from the first capture on. A step that is never captured is as it always was."""
         self._changed: dict[Any, set[StateKey]] = {}
         self._unsteady: Counter[Any] = Counter()
         self._forget()
-        self._capturable[rehearsal.kind] = True
+        if rehearsal.kind is not None:
+            self._capturable[rehearsal.kind] = True
 
     def _forget(self) -> None:
         self._key.renew()
@@ -328,7 +349,7 @@ class StepGraphs:
             tensors = self._recent[0].pattern.tensors_of(given)
             if tensors is not None:
                 return self._replay(self._recent[0], given, tensors)
-        call = StepCall(*given)
+        call = StepCall(given[0], given[1], self._changing)
         kind = (*call.kind, *around)
         captured = self._captured.get(kind)
         if captured is not None:
@@ -354,7 +375,7 @@ class StepGraphs:
         self._rates.send()
         captured.replays += 1
         if is_compared(captured.replays):
-            return self._with_schedules(lambda: self._compare(captured, StepCall(*given)))
+            return self._with_schedules(lambda: self._compare(captured, StepCall(given[0], given[1], self._changing)))
         self._tally["replayed"] += 1
         returned = captured.replay(tensors)
         for step in captured.schedules:
@@ -428,6 +449,11 @@ class StepGraphs:
         return returned
 
     def _capture(self, call: StepCall, kind: Any) -> Any:
+        if not self._counts_on_device:
+            self._counts_on_device = True
+            self._rates.count_on_device()
+            for optimizer in self._participants.optimizers:
+                warm_up(optimizer, self._eager_stream.stream)
         before = self._host.read()
         try:
             with self._rates.on_device(), self._written.watching(is_captured=True):
@@ -544,14 +570,15 @@ class Graphed(Generic[P, R]):
     def _rehearse(self, *arguments: Any, **options: Any) -> Any:
         if torch.is_inference_mode_enabled():  # its tensors could not be written to elsewhere
             return self._eager(*arguments, **options)
-        self._tally["eager"] += 1
-        rehearsal = self._rehearsal
-        returned = rehearsal.run(StepCall(arguments, options))
-        if rehearsal.finding:
-            self._give_up(rehearsal.finding)
-        elif rehearsal.over:
+        rehearsal, call = self._rehearsal, StepCall(arguments, options)
+        if rehearsal.is_over(call):
             self._graphs = StepGraphs(self._eager_stream, rehearsal, self._tally, self._warn)
             self._call = self._replay
+            return self._replay(*arguments, **options)
+        self._tally["eager"] += 1
+        returned = rehearsal.run(call)
+        if rehearsal.finding:
+            self._give_up(rehearsal.finding)
         return returned
 
     def _replay(self, *arguments: Any, **options: Any) -> Any:
@@ -594,14 +621,21 @@ class LearningRates:
     same to the bit; so does the rate of an optimizer that takes no tensor for one.
     """
 
-    def __init__(self, optimizers: list[Optimizer], sparse: Collection[int] = ()) -> None:
-        """`sparse`: weights, by their identity, that get sparse gradients, for which no step is fused."""
+    def __init__(self, optimizers: list[Optimizer], sparse: Collection[int] = (), is_scaled: bool = False) -> None:
+        """`sparse`: weights, by their identity, that get sparse gradients, for which no step is fused. `is_scaled`:
+        whether a GradScaler takes part, which asks the device whether to step, unless the step is fused."""
+        self._scaled = [one for one in optimizers if is_scaled and _all_may_be_fused(one, sparse)]
         self._counting = [one for one in optimizers if "capturable" in one.defaults]
         self._uncapturable = [group for one in self._counting for group in one.param_groups if not group["capturable"]]
-        taking = [group for one in optimizers for group in one.param_groups if _may_be_tensor(one, group)]
-        self._rates = [_LearningRate(group) for group in taking]
+        self._rates: list[_LearningRate] = []
         for one in optimizers:
-            self._rates += [_FusedRate(group) for group in one.param_groups if _may_be_fused(one, group, sparse)]
+            for group in one.param_groups:
+                if one in self._scaled:
+                    self._rates.append(_ScaledRate(group))
+                elif _may_be_tensor(one, group):
+                    self._rates.append(_LearningRate(group))
+                elif type(one) is torch.optim.SGD and _may_be_fused(group, sparse):
+                    self._rates.append(_FusedRate(group))
 
     def count_on_device(self) -> None:
         """Switch the optimizers to PyTorch's `capturable` path."""
@@ -633,18 +667,24 @@ class LearningRates:
     def on_device(self) -> Iterator[None]:
         """Meanwhile the optimizers find their rates there."""
         self.send()
-        moving = self._moving()
+        moving: list[_LearningRate] = [rate for rate in self._rates if rate.is_other_on_device]
         for rate in moving:
             rate.group |= rate.on_device()
+        for optimizer in self._scaled:
+            vars(optimizer)["_step_supports_amp_scaling"] = True
         try:
             yield
         finally:
             for rate in moving:
                 rate.group |= rate.on_host()
+            for optimizer in self._scaled:
+                vars(optimizer).pop("_step_supports_amp_scaling", None)
 
-    def moves(self, group: dict[str, Any]) -> bool:
-        """Whether the group's rate is sent over, and so no constant."""
-        return any(rate.group is group for rate in self._moving())
+    def of_its_own(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Settings of the group that no graph keeps: where it counts, and a rate that is sent over."""
+        is_sent = any(rate.group is group for rate in self._moving())
+        where = dict.fromkeys(("capturable", "fused", "foreach"))
+        return where | {"lr": None} if is_sent else where
 
     def _moving(self) -> list[_LearningRate]:
         return [rate for rate in self._rates if rate.sent is not None]
@@ -657,6 +697,10 @@ class _LearningRate:
         self.group, self.written = group, group["lr"]
         self._value = float(self.written)
         self.sent: torch.Tensor | None = None
+
+    @property
+    def is_other_on_device(self) -> bool:
+        return self.sent is not None
 
     def begins_to_move(self) -> bool:
         if self.sent is not None or float(self.group["lr"]) == self._value:
@@ -694,12 +738,55 @@ class _FusedRate(_LearningRate):
         return super().begins_to_move()
 
 
-def _may_be_fused(optimizer: Optimizer, group: dict[str, Any], sparse: Collection[int]) -> bool:
+class _ScaledRate(_LearningRate):
+    """Of an optimizer that a GradScaler steps: fused, it leaves out a step by itself where gradients overflowed."""
+
+    is_other_on_device = True
+
+    def on_device(self) -> dict[str, Any]:
+        moved = super().on_device() if self.sent is not None else {}
+        return moved | {"fused": True, "foreach": False}
+
+    def on_host(self) -> dict[str, Any]:
+        moved = super().on_host() if self.sent is not None else {}
+        return moved | self._chosen
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        super().__init__(group)
+        self._chosen = {name: group[name] for name in ("fused", "foreach")}
+
+
+def warm_up(optimizer: Optimizer, stream: torch.cuda.Stream) -> None:
+    """Loads what its step runs on the device, by a step of a twin that nobody sees: a capture is no time for that."""
+    kind: Any = type(optimizer)
+    if "capturable" not in optimizer.defaults or not kind.__module__.startswith("torch.optim"):
+        return
+    twin = object.__new__(kind)
+    vars(twin).update(vars(optimizer))
+    twin.param_groups, twin.state = [], defaultdict(dict)
+    for group in optimizer.param_groups:
+        alike = {one.dtype: one for one in group["params"] if one.is_cuda}.values()
+        weights = [torch.zeros(2, dtype=one.dtype, device=one.device, requires_grad=True) for one in alike]
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        twin.param_groups.append(group | {"params": weights})
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        getattr(kind.step, "__wrapped__", kind.step)(twin)  # without hooks
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _all_may_be_fused(optimizer: Optimizer, sparse: Collection[int]) -> bool:
+    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return type(optimizer) in kinds and all(_may_be_fused(group, sparse) for group in optimizer.param_groups)
+
+
+def _may_be_fused(group: dict[str, Any], sparse: Collection[int]) -> bool:
     """Where nobody chose another implementation, and its gradients are dense."""
     chosen = group.get("fused") or group.get("foreach") or group.get("differentiable") or group.get("maximize")
     parameters = group["params"]
     plain = all(one.is_cuda and torch.is_floating_point(one) and id(one) not in sparse for one in parameters)
-    return type(optimizer) is torch.optim.SGD and not chosen and plain and not isinstance(group["lr"], Tensor)
+    return not chosen and plain and not isinstance(group["lr"], Tensor)
 
 
 def _may_be_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:

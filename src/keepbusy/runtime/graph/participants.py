@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.module_parts import own_weights
 
 
@@ -68,9 +69,15 @@ class Participants:
                 hook.remove()
             self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
 
-    def _note_scaler(self, scaler: torch.amp.GradScaler) -> None:
+    def _note_scaler(self, scaler: torch.amp.GradScaler, optimizer: Optimizer | None) -> None:
         if scaler.is_enabled():  # else it has no state
             self.scalers.setdefault(scaler)
+            if optimizer is not None:  # which has not stepped yet where gradients overflow at first
+                self.optimizers.setdefault(optimizer)
+
+    def have_state(self) -> bool:
+        """Whether all optimizers have made their state: in a graph it would be made anew by each replay."""
+        return all(one.state or "capturable" not in one.defaults for one in self.optimizers)
 
     def sparse_weights(self) -> set[int]:
         """Those whose gradients are, by their identity: of embeddings that say so, and where there are gradients."""
@@ -168,7 +175,7 @@ class Gradients:
 
     def _note(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
-            if id(leaf) not in self._known and leaf.requires_grad and leaf.is_leaf:
+            if id(leaf) not in self._known and leaf.requires_grad and leaf.is_leaf and has_memory(leaf):
                 self._known.add(id(leaf))
                 self._found.append((weakref.ref(leaf), leaf.grad, _version(leaf.grad)))
 
@@ -246,7 +253,7 @@ def _version(gradient: Tensor | None) -> int:
 class _Watcher(NamedTuple):
     backward: Callable[[Any, bool], Any]
     scheduler: Callable[[Any], Any]
-    scaler: Callable[[Any], Any]
+    scaler: Callable[[Any, Any], Any]
 
 
 _LOCK = Lock()
@@ -284,9 +291,9 @@ def _tell_scheduler(scheduler: LRScheduler, /, **_options: Any) -> None:
         watcher.scheduler(scheduler)
 
 
-def _tell_scaler(scaler: torch.amp.GradScaler, /, **_options: Any) -> None:
+def _tell_scaler(scaler: torch.amp.GradScaler, /, optimizer: Optimizer | None = None, **_options: Any) -> None:
     for watcher in [*_WATCHERS]:
-        watcher.scaler(scaler)
+        watcher.scaler(scaler, optimizer)
 
 
 def _told(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:

@@ -140,7 +140,7 @@ def _own_state(value: Any) -> Any:
     """Beside its parts."""
     package = type(value).__module__.partition(".")[0]
     if isinstance(value, Tensor):
-        return TensorState(value) if value.layout is torch.strided else SameObject(value)
+        return TensorState(value) if has_memory(value) else SameObject(value)
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):
@@ -166,6 +166,14 @@ def _own_state(value: Any) -> Any:
 def writes_to(tensor: Tensor) -> int:
     """How often a tensor was written to, as far as PyTorch counts: not by way of `.data`."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Of its own: not so one that stands for others within `torch.func`."""
+    try:
+        return tensor.layout is torch.strided and tensor.untyped_storage() is not None
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -20,7 +20,7 @@ from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall, sync_mo
 from keepbusy.runtime.graph.host_state import HostState, changes_between
 from keepbusy.runtime.graph.names_read import is_a
 from keepbusy.runtime.graph.participants import Participants
-from keepbusy.runtime.graph.reachable import bytes_of, content_sum, writes_to
+from keepbusy.runtime.graph.reachable import bytes_of, content_sum, has_memory, writes_to
 
 COMPARED_FIRST = 3
 """So many replays of a graph are compared with an eager call, and from then on each whose number is a power of two."""
@@ -78,7 +78,7 @@ class WrittenTensors:
 
 
 def _lies_on_device(value: Any) -> bool:
-    return is_a(value, Tensor) and value.layout is torch.strided and bool(value.is_cuda)
+    return is_a(value, Tensor) and bool(value.is_cuda) and has_memory(value)
 
 
 def _sums(tensors: list[tuple[str, Tensor]]) -> list[int]:

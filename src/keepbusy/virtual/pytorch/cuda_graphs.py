@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
@@ -74,13 +74,14 @@ class Recording:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A new result, moved to the graph's own memory."""
+        result = tensor
         if 0 in tensor.stride():
             tensor = tensor.contiguous()
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         storage = self.arena.take((last + 1) * tensor.element_size() if tensor.numel() else 0)
         kept = _over(storage, 0, tensor)
         kept.copy_(tensor)
-        self._results.append((tensor, kept))
+        self._results.append((result, kept))
         self._kept.append(kept)
         self._addresses.add(storage.data_ptr())
         return kept
@@ -94,8 +95,10 @@ class Recording:
 
     def repeat(self, compute: Callable[[], Any], out: Any) -> None:
         """An operator has computed `out`: at each replay, the same again, to where its results were kept."""
-        kept = {id(tensor): place for tensor, place in self._results}
-        targets = [kept.get(id(one)) for one in tensors_in(out)]
+        kept = defaultdict[int, deque[Tensor]](deque)  # an operator may give the same result twice
+        for tensor, place in self._results:
+            kept[id(tensor)].append(place)
+        targets = [kept[id(one)].popleft() if kept[id(one)] else None for one in tensors_in(out)]
         self._results.clear()
 
         def again() -> None:
