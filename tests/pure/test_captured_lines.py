@@ -82,7 +82,7 @@ def test_a_script_hands_over_what_changes_and_a_method_its_object() -> None:
     """)
     assert script is not None
     assert "def captured_step(hidden, x):\n" in script
-    assert "    return hidden, loss\n" in script
+    assert "    return hidden, loss.detach()\n" in script
     assert "    hidden, loss = captured_step(hidden, x)\n    print(step, loss.item())" in script
     method = captured("""\
         import keepbusy
@@ -291,3 +291,89 @@ def test_a_forward_pass_is_not_captured_without_its_backward_pass() -> None:
     seen = captured(source.replace("loss = out.mean()", "loss = head(out.detach())"))
     assert seen is not None
     assert "def captured_main(model, x):\n    out = model(x)\n    return out" in seen
+
+
+def test_numbers_are_computed_in_front_of_the_graph() -> None:
+    new = captured("""\
+        import math
+        import keepbusy
+
+        def train(model, optimizer, x, epoch):
+            out = model(x)  # launches
+            weight = min(1.0, epoch / 100) * math.cos(epoch)
+            half = out.shape[0] // 2
+            loss = out[:half].mean() * weight  # launches
+            loss.backward()  # launches
+            optimizer.step()  # launches
+    """)
+    assert new is not None
+    assert (
+        """\
+    weight = min(1.0, epoch / 100) * math.cos(epoch)
+    captured_train(model, optimizer, x, weight)
+"""
+        in new
+    )
+    assert "    half = out.shape[0] // 2\n    loss" in new
+
+
+def test_what_is_read_in_between_is_computed_in_the_graph_and_read_behind_it() -> None:
+    new = captured("""\
+        import keepbusy
+
+        def train(net, other, criterion, optimizer, x, y):
+            out = net(x)  # launches
+            criterion(out, y).backward()  # launches
+            score = out.mean().item()  # stays
+            hits += (out.argmax(1) == y).sum().item() / len(y)  # stays
+            out = other(x)  # launches
+            criterion(out, y).backward()  # launches
+            optimizer.step()  # launches
+            return score, hits
+    """)
+    assert new is not None
+    assert (
+        """\
+    out = net(x)
+    criterion(out, y).backward()
+    score_on_gpu = out.mean()
+    hits_on_gpu = (out.argmax(1) == y).sum()
+    out = other(x)
+    criterion(out, y).backward()
+    optimizer.step()
+    return score_on_gpu.detach(), hits_on_gpu.detach()
+"""
+        in new
+    )
+    assert (
+        """\
+    score_on_gpu, hits_on_gpu = captured_train(net, other, criterion, optimizer, x, y)
+    score = score_on_gpu.item()
+    hits += hits_on_gpu.item() / len(y)
+    return score, hits
+"""
+        in new
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "score = check(out).item()",  # nobody knows what it does beside
+        "out = out.mean().item()",  # what follows needs it
+        "values = [one.item() for one in out]",
+    ],
+)
+def test_reads_that_are_not_split(line: str) -> None:
+    new = captured(f"""\
+        import keepbusy
+
+        def train(net, criterion, optimizer, x, y):
+            out = net(x)  # launches
+            criterion(out, y).backward()  # launches
+            {line}  # stays
+            loss = criterion(net(x), out)  # launches
+            loss.backward()  # launches
+    """)
+    assert new is not None
+    assert "_on_gpu" not in new

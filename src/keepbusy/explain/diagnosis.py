@@ -234,6 +234,11 @@ class PlannedFix:
     captured: tuple[CapturedLines, ...] = ()  # of a graph: what it holds, first the function that launches most
 
     @property
+    def first(self) -> str:
+        """Of its needs the one that a person has to meet before this can be made: `create_on_gpu at train.py:31`."""
+        return next((one for one in self.needs if one.startswith("create_on_gpu")), "")
+
+    @property
     def named(self) -> str:
         return named(self.fix, self.where)
 

@@ -35,6 +35,7 @@ class KeptPlan:
                 "loop": one.loop,
                 "advice": one.advice,
                 "code": one.code,
+                "needs": one.needs,
             }
             for one in self.plan
         ]
@@ -68,5 +69,6 @@ def _planned(one: Mapping[str, Any]) -> PlannedFix:
         loop=one["loop"],
         advice=one["advice"],
         code=one["code"],
+        needs=tuple(one["needs"]),
         captured=captured,
     )

@@ -208,7 +208,7 @@ def _of_a_sync(seen: PlacedCause) -> Remedy | None:
     if seen.finding.edit.drop.any() and seen.finding.edit.drop[seen.rows].any():
         return PARTICULAR["send_tensors"]
     if _waits_going_back(seen):
-        moves = seen.scene.within(Role.MOVES_GRADIENT)[seen.rows]
+        moves = seen.scene.within(Role.MOVES)[seen.rows]
         return PARTICULAR["gradient_moves" if 2 * np.count_nonzero(moves) > len(moves) else "waits_going_back"]
     if (seen.scene.library_role[seen.rows] & Role.SCALER).any():
         return PARTICULAR["scaler"]

@@ -207,7 +207,11 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
             if any(places):
                 text.append(place.ljust(max(map(len, places))), style).append("  ")
             text.append(name, STRONG)
-            below = [Text(f"     {code}", FAINT)] if len(shown) == 1 and (code := _code(row.fix, width - 5)) else []
+            below = (
+                [Text(f"     {code}", FAINT)]
+                if (len(shown) == 1 or row.fix.first) and (code := _code(row.fix, width - 5))
+                else []
+            )
         else:
             text = Text.assemble((f"{number}  ", STRONG), (tame(name, width - 5 - len(prediction)), STRONG))
             code = _code(row.fix, width - 5 - len(place))
@@ -289,7 +293,9 @@ def short_place(where: Where) -> str:
 
 
 def _code(fix: PlannedFix, room: int) -> str:
-    """The user's own line."""
+    """What has to be done first, or the user's own line."""
+    if fix.first and room > 8:
+        return words.cut(f"first {words.fix(fix.first)}", room)
     source = source_of(fix.where[0]) if fix.where and fix.where[0].file else None
     return words.cut(source.text, room) if source and room > 8 else ""
 

@@ -72,7 +72,6 @@ class Role(IntFlag):
     PICKS = auto()  # an operator that takes rows out of a tensor by their numbers, or puts them there
     VALIDATES = auto()  # PyTorch's own Python that looks whether a distribution's arguments are valid
     PRINTS = auto()  # PyTorch's own Python that writes a tensor as text
-    MOVES_GRADIENT = auto()  # a node of autograd's graph that takes a gradient to where its tensor was made
     WRAPS = auto()  # PyTorch's own Python that an operator is called through: what calls it calls the operator
 
 
@@ -89,7 +88,6 @@ _BEGINNINGS = (
     ((LOADER_WITH_WORKERS,), Role.LOADER_WORKERS),
     (("nn.Module",), Role.MODULE),
     (("autograd::",), Role.BACKWARD | Role.INTERNAL),
-    (("ToCopyBackward", "CopyBackwards"), Role.MOVES_GRADIENT),
     (("backward",), Role.BACKWARD),  # a whole pass, as a virtual run calls it
     (("FSDP::post_backward", "FSDP::root_post_backward"), Role.GRADIENTS),
     (("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",), Role.GRADIENTS),

@@ -61,6 +61,7 @@ _PREPARING = (
     | {
         *("tensor", "as_tensor", "asarray", "array", "arange", "empty", "full", "ones", "stack", "cat", "concatenate"),
         *("astype", "copy", "memmap", "int64", "int32", "float32", "float64", "uint16", "join", "bool", "sorted"),
+        *("cos", "sin", "tanh", "exp", "log", "sqrt", "pow", "abs", "floor", "ceil", "round"),
     }
 )
 """What prepares a batch: it may stand behind captured statements that it stood before, or before those that follow."""
@@ -99,6 +100,8 @@ class LiftedLines:
     after: list[Statement] = field(default_factory=list)
     given: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
+    values: set[str] = field(default_factory=set)
+    """Of what is made, tensors of which only values are asked: through them nothing goes back."""
     name: str = ""
 
     @property
@@ -106,7 +109,13 @@ class LiftedLines:
         return {one.first for one in (*self.captured, *self.before, *self.after)}
 
 
-def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> cst.Module | None:
+class CapturedSource(NamedTuple):  # noqa: D101
+    module: cst.Module
+    launches: int
+    """Of an iteration, those that graphs hold and that belong together: of the largest one."""
+
+
+def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> CapturedSource | None:
     """The source with these lines captured. `loops`: lines at which loops begin whose iterations are captured one by
     one. None if there is nothing that can be captured."""
     try:
@@ -129,7 +138,8 @@ def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collect
             name = f"{base}_{number}"
         taken.add(name)
         region.name = name
-    return wrapper.visit(_Lift(regions))
+    held = [sum(n for line, n in lines.launching if any(st.has([line]) for st in one.captured)) for one in regions]
+    return CapturedSource(wrapper.visit(_Lift(regions)), max(held))
 
 
 def _names_itself(node: ast.AST) -> bool:
@@ -414,7 +424,10 @@ class _Function:
             following = [
                 late for late, kind in zip(statements[place:], kinds[place:], strict=True) if kind == "captured"
             ]
-            if kinds[place] == "neutral" and _serves(one, following):
+            comes_first = _moves(one) and all(self._independent(one, other, []) for other in (*passed, *after))
+            if kinds[place] == "neutral" and _computes_numbers(one) and comes_first:
+                before.append(one)
+            elif kinds[place] == "neutral" and _serves(one, following):
                 waiting.append(one)
             elif kinds[place] == "captured":
                 alone = all(self._independent(other, late, passed) for other in after for late in (*waiting, one))
@@ -424,9 +437,7 @@ class _Function:
                 region.before, region.after, waiting, end = [*before], [*after], [], place + 1
             elif kinds[place] in ("mixed", "fixed") or not _moves(one):
                 break
-            elif self._is_known(one, _PREPARING) and all(
-                self._independent(one, other, []) for other in (*passed, *after)
-            ):
+            elif self._is_known(one, _PREPARING) and comes_first:
                 before.append(one)
             elif self._is_known(one, _COLLECTING):
                 after.append(one)
@@ -527,7 +538,18 @@ class _Function:
             return False  # it may have no value yet
         order = [*self._local, *given, *lacking]
         region.given, region.made = sorted({*given, *lacking}, key=order.index), made
+        going_back = [one for one in region.captured if "backward" in _Uses(one.nodes).called]
+        gone_back = {name for one in going_back for name in _Uses(one.nodes).loads}
+        region.values = {name for name in {*made} - gone_back if self._is_asked_values(name, inside)}
         return True
+
+    def _is_asked_values(self, name: str, inside: Set[int]) -> bool:
+        """Whether all that stands outside asks for its value, and so for a tensor."""
+        parts = [part for part in ast.walk(self.node) if id(part) not in inside]
+        looked_into = {id(part.value): part.attr for part in parts if isinstance(part, ast.Attribute)}
+        loads = [id(one) for one in parts if isinstance(one, ast.Name) and one.id == name and _is_load(one)]
+        asked = {looked_into.get(one, "") for one in loads}
+        return asked <= _WITHOUT_GRADIENT and bool(asked & {"item", "detach", "tolist"})
 
     def _shows(self, statements: Iterable[Statement]) -> bool:
         """Whether what they call may look at an attribute that they store: a method of its object, or who is given that
@@ -629,6 +651,10 @@ def _goes_back(
     return False
 
 
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
 def _statements(block: Sequence[ast.stmt]) -> list[Statement]:
     found: list[Statement] = []
     for node in block:
@@ -671,6 +697,14 @@ def _only_returns(function: ast.FunctionDef) -> bool:
     acts = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Assert, ast.FunctionDef)
     writes = uses.attributes | uses.written
     return not function.decorator_list and writes <= stored and not any(isinstance(one, acts) for one in own)
+
+
+def _computes_numbers(statement: Statement) -> bool:
+    """Whether it launches nothing and computes: what comes of it may be another number at each call."""
+    return all(
+        isinstance(node, ast.Assign) and any(isinstance(part, ast.BinOp | ast.Compare) for part in ast.walk(node.value))
+        for node in statement.nodes
+    )
 
 
 def _moves(statement: Statement) -> bool:
@@ -732,7 +766,7 @@ class _Lift(cst.CSTTransformer):
         given, made = ", ".join(region.given), ", ".join(region.made)
         names = _Unattributed(region)
         inner = [one.visit(names) for one in (first.with_changes(leading_lines=[]), *others)]
-        inner += [cst.parse_statement(f"return {names.of(region.made)}")] if made else []
+        inner += [cst.parse_statement(f"return {names.of(region.made, region.values)}")] if made else []
         function = cst.parse_statement(f"@keepbusy.graph\ndef {region.name}({names.of(region.given)}):\n    pass\n")
         body = cst.IndentedBlock(inner)
         self._functions.append((region, cst.ensure_type(function, cst.FunctionDef).with_changes(body=body)))
@@ -755,8 +789,8 @@ class _Unattributed(cst.CSTTransformer):
             self._names[name] = f"{base}_{attribute}" if base and attribute in taken else attribute
             taken.add(self._names[name])
 
-    def of(self, names: Iterable[str]) -> str:
-        return ", ".join(self._names[name] for name in names)
+    def of(self, names: Iterable[str], detached: Set[str] = frozenset()) -> str:
+        return ", ".join(f"{self._names[name]}.detach()" if name in detached else self._names[name] for name in names)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:  # noqa: N802
         match original_node:

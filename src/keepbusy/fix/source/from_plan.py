@@ -48,6 +48,10 @@ def rewriting_of(kept: KeptPlan, without: Sequence[str] = (), also: Sequence[str
     made, held = Rewriting(step=kept.plain_step, loop=kept.loop), dict[str, str]()
     loops = kept.loop, *(one.loop for one in kept.plan if one.loop)
     for planned in kept.plan:
+        if planned.first:
+            name, _, place = planned.first.partition(" at ")
+            made.left.append((name, f" at {place}", "by hand; a graph can be captured then"))
+            continue
         ways = [way for way in ways_of(planned.fix) if _name(way) not in without]
         changes = [(way, held | edited_files(planned, way, held, loops)) for way in ways]
         changes = [(way, sources) for way, sources in changes if sources != held]

@@ -26,6 +26,7 @@ from keepbusy.explain.diagnosis import CapturedLines
 from keepbusy.fix import IN_THE_SOURCE
 from keepbusy.fix.source.captured_lines import with_captured
 from keepbusy.fix.source.late_reads import write_late_reads
+from keepbusy.fix.source.split_reads import with_split_reads
 
 _BOM = "\ufeff"
 """With which files of some editors begin; LibCST drops it."""
@@ -65,7 +66,7 @@ def edited(
         return None
     try:
         wrapper = MetadataWrapper(cst.parse_module(source))
-        module = with_captured(wrapper, captured, loops) if captured else edit.write(wrapper, frozenset(lines))
+        module = _captured(wrapper, captured, loops) if captured else edit.write(wrapper, frozenset(lines))
     except (cst.ParserSyntaxError, RecursionError):
         return None
     if module is None or module.code == source.removeprefix(_BOM):
@@ -75,6 +76,17 @@ def edited(
         AddImportsVisitor.add_needed_import(context, "keepbusy")
         module = AddImportsVisitor(context).transform_module(module)
     return f"{source[: source.startswith(_BOM)]}{module.code}"
+
+
+def _captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int]) -> cst.Module | None:
+    """With reads split from what they read where graphs hold more then."""
+    plain, split = with_captured(wrapper, lines, loops), with_split_reads(wrapper, lines, loops)
+    if split is None:
+        return plain and plain.module
+    parted = with_captured(MetadataWrapper(split.module), split.lines, split.loops)
+    is_more = parted is not None and (plain is None or parted.launches > plain.launches)
+    best = parted if is_more else plain
+    return best and best.module
 
 
 def lines_of(source: str) -> list[str]:

@@ -1,0 +1,207 @@
+"""Statements that compute on the GPU and read what comes of it, split in two: so the first part can be captured, and
+the read can follow the graph.
+
+    accuracy = (out.argmax(1) == y).float().mean().item()
+
+    accuracy_on_gpu = (out.argmax(1) == y).float().mean()
+    accuracy = accuracy_on_gpu.item()
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from keepbusy.explain.diagnosis import CapturedLines
+
+_READS = {"item", "tolist", "cpu"}
+_WITHOUT_EFFECT = {
+    *("mean", "sum", "max", "min", "amax", "amin", "abs", "norm", "argmax", "argmin", "std", "var", "median", "topk"),
+    *("eq", "ne", "gt", "ge", "lt", "le", "isfinite", "isnan", "any", "all", "where", "clamp", "round", "stack", "cat"),
+    *("exp", "log", "log10", "sqrt", "square", "pow", "sigmoid", "softmax", "log_softmax", "relu", "tanh", "cosine"),
+    *("float", "double", "half", "long", "int", "bool", "type_as", "detach", "clone", "view", "view_as", "reshape"),
+    *("squeeze", "unsqueeze", "flatten", "size", "numel", "len", "t", "expand_as", "mse_loss", "cross_entropy"),
+}
+"""Of functions on tensors, and of methods: those that do nothing but compute."""
+_MAY_SHARE = {
+    *("float", "double", "half", "long", "int", "bool", "type_as", "detach", "view", "view_as", "reshape", "squeeze"),
+    *("unsqueeze", "flatten", "expand_as", "t"),
+}
+"""Of these, methods whose result may share its memory with the tensor."""
+
+
+class SplitReads(NamedTuple):
+    """The source with reads split, and where the captured lines are now."""
+
+    module: cst.Module
+    lines: CapturedLines
+    loops: list[int]
+
+
+def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> SplitReads | None:
+    """None if nothing can be split."""
+    tree = ast.parse(wrapper.module.code)
+    stored = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    names = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+    split = _Split(frozenset(lines.staying), {name for name, count in stored.items() if count > 1}, names)
+    module = wrapper.visit(split)
+    if not split.inserted:
+        return None
+
+    def now(line: int) -> int:
+        return line + sum(count for at, count in split.inserted if at < line)
+
+    launching = dict[int, int]()
+    for line, count in lines.launching:
+        launching[now(line)] = count
+    staying = [now(line) + sum(count for at, count in split.inserted if at == line) for line in lines.staying]
+    for line, count in split.inserted:
+        for at in range(now(line), now(line) + count):
+            launching.setdefault(at, 0)
+    told = lines._replace(launching=tuple(sorted(launching.items())), staying=tuple(sorted(staying)))
+    return SplitReads(module, told, [now(line) for line in loops])
+
+
+class _Split(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, staying: frozenset[int], stored_again: set[str], taken: set[str]) -> None:
+        super().__init__()
+        self._staying, self._stored_again, self._taken = staying, stored_again, taken
+        self.inserted: list[tuple[int, int]] = []
+        """Lines of statements before which lines are put in, and how many."""
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:  # noqa: N802
+        body = list[cst.BaseStatement]()
+        for original, updated in zip(original_node.body, updated_node.body, strict=True):
+            line = self.get_metadata(PositionProvider, original).start.line
+            if line in self._staying and isinstance(updated, cst.SimpleStatementLine) and len(updated.body) == 1:
+                body += self._parts(line, updated)
+            else:
+                body.append(updated)
+        return updated_node.with_changes(body=body)
+
+    def _parts(self, line: int, statement: cst.SimpleStatementLine) -> Sequence[cst.BaseStatement]:
+        reads = _Reads(self._stored_again)
+        read = cst.ensure_type(statement.visit(reads), cst.SimpleStatementLine)
+        if not reads.found or not isinstance(statement.body[0], cst.Assign | cst.AugAssign | cst.Expr | cst.AnnAssign):
+            return [statement]
+        names = [self._free_name(_target(statement)) for _ in reads.found]
+        read = cst.ensure_type(read.visit(_Named(names)), cst.SimpleStatementLine)
+        kept = [
+            cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], _kept(one))])
+            for name, one in zip(names, reads.found, strict=True)
+        ]
+        kept[0] = kept[0].with_changes(leading_lines=statement.leading_lines)
+        self.inserted.append((line, len(kept)))
+        return [*kept, read.with_changes(leading_lines=[])]
+
+    def _free_name(self, base: str) -> str:
+        name, number = f"{base}_on_gpu", 1
+        while name in self._taken:
+            number += 1
+            name = f"{base}_on_gpu_{number}"
+        self._taken.add(name)
+        return name
+
+
+_PLACE = "_keepbusy_read_"
+
+
+class _Reads(cst.CSTTransformer):
+    """Finds what is read, outermost first, and puts a name in its place."""
+
+    def __init__(self, stored_again: set[str]) -> None:
+        super().__init__()
+        self._stored_again = stored_again
+        self.found: list[cst.BaseExpression] = []
+
+    def visit_Call(self, node: cst.Call) -> bool:  # noqa: N802
+        return self._read_by(node) is None
+
+    def visit_Lambda(self, node: cst.Lambda) -> bool:  # noqa: ARG002, N802
+        return False
+
+    def visit_GeneratorExp(self, node: cst.GeneratorExp) -> bool:  # noqa: ARG002, N802
+        return False
+
+    def visit_ListComp(self, node: cst.ListComp) -> bool:  # noqa: ARG002, N802
+        return False
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
+        value = self._read_by(original_node)
+        if value is None:
+            return updated_node
+        self.found.append(value)
+        place = cst.Name(_PLACE)
+        if isinstance(original_node.func, cst.Attribute):
+            return original_node.with_changes(func=original_node.func.with_changes(value=place))
+        return original_node.with_changes(args=[original_node.args[0].with_changes(value=place)])
+
+    def _read_by(self, node: cst.Call) -> cst.BaseExpression | None:
+        match node.func, list(node.args):
+            case cst.Attribute(value=value, attr=cst.Name(value=name)), [] if name in _READS:
+                return value if self._may_be_kept(value) else None
+            case cst.Name(value="float" | "int"), [cst.Arg(value=value, keyword=None, star="")]:
+                computed = isinstance(value, cst.Call | cst.BinaryOperation)
+                return value if computed and _calls_of(value) and self._may_be_kept(value) else None
+        return None
+
+    def _may_be_kept(self, value: cst.BaseExpression) -> bool:
+        if isinstance(value, cst.Name):
+            return value.value in self._stored_again
+        calls = _calls_of(value)
+        return bool(calls) and calls <= _WITHOUT_EFFECT
+
+
+class _Named(cst.CSTTransformer):
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self._names = iter(names)
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:  # noqa: N802
+        return cst.Name(next(self._names)) if original_node.value == _PLACE else updated_node
+
+
+def _calls_of(value: cst.CSTNode) -> set[str]:
+    """The functions and methods that it calls, by their last names; "" for one without a name."""
+    found = set[str]()
+    match value:
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))) | cst.Call(func=cst.Name(value=name)):
+            found.add(name)
+        case cst.Call() | cst.Await() | cst.Yield() | cst.NamedExpr() | cst.Lambda():
+            found.add("")
+    for part in value.children:
+        found |= _calls_of(part)
+    return found
+
+
+def _target(statement: cst.SimpleStatementLine) -> str:
+    match statement.body[0]:
+        case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))]):
+            return name
+        case cst.AugAssign(target=cst.Name(value=name)) | cst.AnnAssign(target=cst.Name(value=name)):
+            return name
+    return "value"
+
+
+def _kept(value: cst.BaseExpression) -> cst.BaseExpression:
+    """The value itself, or a copy of what may be written to later."""
+    if not _may_be_written_to(value):
+        return value
+    return cst.Call(cst.Attribute(cst.Call(cst.Attribute(value, cst.Name("detach"))), cst.Name("clone")))
+
+
+def _may_be_written_to(value: cst.BaseExpression) -> bool:
+    """Whether its memory may be that of something else."""
+    match value:
+        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))):
+            return name in _MAY_SHARE
+        case cst.BinaryOperation() | cst.Comparison() | cst.UnaryOperation():
+            return False
+    return True
