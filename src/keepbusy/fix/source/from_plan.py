@@ -11,7 +11,7 @@ from pathlib import Path
 from keepbusy.explain.diagnosis import PlannedFix, Where
 from keepbusy.explain.kept_plan import KeptPlan
 from keepbusy.fix import ASKED, IN_THE_SOURCE
-from keepbusy.fix.source.planned_edits import captured_at, changed_at, edited_files, origins_of, source_of
+from keepbusy.fix.source.planned_edits import Sources, captured_at, changed_at, edited_files, origins_of, source_of
 from keepbusy.fix.source.source_edits import edit_of, ways_of
 from keepbusy.timeline.files import BadInput
 
@@ -53,21 +53,30 @@ def rewriting_of(kept: KeptPlan, without: Sequence[str] = (), also: Sequence[str
             made.left.append((name, f" at {place}", "by hand; a graph can be captured then"))
             continue
         ways = [way for way in ways_of(planned.fix) if _name(way) not in without]
-        changes = [(way, held | edited_files(planned, way, held, loops)) for way in ways]
-        changes = [(way, sources) for way, sources in changes if sources != held]
-        allowed = [one for one in changes if _name(one[0]) not in ASKED or _name(one[0]) in also]
-        if allowed:
-            way, sources = allowed[0]
+        allowed = [way for way in ways if _name(way) not in ASKED or _name(way) in also]
+        if found := next(_changes(planned, allowed, held, loops), None):
+            way, sources = found
             places = captured_at(held, sources) if way == "graph" else changed_at(held, sources)
             made.written.append((way, ", ".join(_stretches(places or planned.where))))
             held = sources
         elif ways:
             where = f" at {planned.where[0]}" if planned.where else ""
-            made.left.append((planned.fix, where, _why(planned, [way for way, _ in changes])))
+            others = _changes(planned, [way for way in ways if way not in allowed], held, loops)
+            made.left.append((planned.fix, where, _why(planned, [way for way, _ in others])))
     for file, source in held.items():
         whole = str(Path(file).resolve())
         made.sources[whole], made.origins[whole] = source, origins_of(source, source_of(file))
     return made
+
+
+def _changes(
+    planned: PlannedFix, ways: Sequence[str], held: Sources, loops: Sequence[str]
+) -> Iterator[tuple[str, Sources]]:
+    """The ways that would change something, and to what."""
+    for way in ways:
+        sources = held | edited_files(planned, way, held, loops)
+        if sources != held:
+            yield way, sources
 
 
 def _name(way: str) -> str:
