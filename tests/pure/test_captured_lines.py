@@ -356,6 +356,44 @@ def test_what_is_read_in_between_is_computed_in_the_graph_and_read_behind_it() -
     )
 
 
+def test_reads_without_gradients_are_split_as_well() -> None:
+    new = captured("""\
+        import keepbusy
+
+        def train(net, criterion, optimizer, x, y):
+            ratio = net(x)  # launches
+            with torch.no_grad():
+                far = (ratio - y).abs()  # launches
+                fractions.append((far > 0.2).float().mean().item())  # stays
+                del fractions[:-9]
+            loss = criterion(ratio, y)  # launches
+            loss.backward()  # launches
+            optimizer.step()  # launches
+            return loss.item()
+    """)
+    assert new is not None
+    assert (
+        """\
+    with torch.no_grad():
+        value_on_gpu = (far > 0.2).float().mean()
+    loss = criterion(ratio, y)
+    loss.backward()
+    optimizer.step()
+"""
+        in new
+    )
+    assert (
+        """\
+    with torch.no_grad():
+        fractions.append(value_on_gpu.item())
+    with torch.no_grad():
+        del fractions[:-9]
+    return loss.item()
+"""
+        in new
+    )
+
+
 @pytest.mark.parametrize(
     "line",
     [

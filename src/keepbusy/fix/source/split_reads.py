@@ -10,8 +10,10 @@ the read can follow the graph.
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 import libcst as cst
@@ -45,26 +47,27 @@ class SplitReads(NamedTuple):
 
 def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> SplitReads | None:
     """None if nothing can be split."""
-    tree = ast.parse(wrapper.module.code)
+    own = wrapper.module.code
+    tree = ast.parse(own)
     stored = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
     names = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
     split = _Split(frozenset(lines.staying), {name for name, count in stored.items() if count > 1}, names)
     module = wrapper.visit(split)
-    if not split.inserted:
+    if not split.names:
         return None
-
-    def now(line: int) -> int:
-        return line + sum(count for at, count in split.inserted if at < line)
-
-    launching = dict[int, int]()
-    for line, count in lines.launching:
-        launching[now(line)] = count
-    staying = [now(line) + sum(count for at, count in split.inserted if at == line) for line in lines.staying]
-    for line, count in split.inserted:
-        for at in range(now(line), now(line) + count):
-            launching.setdefault(at, 0)
+    old, new = own.splitlines(), module.code.splitlines()
+    same = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    moved = {one.a + at: one.b + at for one in same for at in range(1, one.size + 1)}
+    launching = {moved[line]: count for line, count in lines.launching if line in moved}
+    staying = {moved[line] for line in lines.staying if line in moved}
+    for line, text in enumerate(new, 1):
+        name = next((name for name in split.names if re.search(rf"\b{name}\b", text)), None)
+        if name is not None and text.strip().startswith(f"{name} = "):
+            launching[line] = 0
+        elif name is not None:
+            staying.add(line)
     told = lines._replace(launching=tuple(sorted(launching.items())), staying=tuple(sorted(staying)))
-    return SplitReads(module, told, [now(line) for line in loops])
+    return SplitReads(module, told, [moved[line] for line in loops if line in moved])
 
 
 class _Split(cst.CSTTransformer):
@@ -73,32 +76,37 @@ class _Split(cst.CSTTransformer):
     def __init__(self, staying: frozenset[int], stored_again: set[str], taken: set[str]) -> None:
         super().__init__()
         self._staying, self._stored_again, self._taken = staying, stored_again, taken
-        self.inserted: list[tuple[int, int]] = []
-        """Lines of statements before which lines are put in, and how many."""
+        self.names: list[str] = []
+        """Of what is computed for a read."""
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:  # noqa: N802
         body = list[cst.BaseStatement]()
         for original, updated in zip(original_node.body, updated_node.body, strict=True):
-            line = self.get_metadata(PositionProvider, original).start.line
-            if line in self._staying and isinstance(updated, cst.SimpleStatementLine) and len(updated.body) == 1:
-                body += self._parts(line, updated)
+            place = self.get_metadata(PositionProvider, original)
+            if isinstance(updated, cst.SimpleStatementLine):
+                body += self._parts(updated) if place.start.line in self._staying else [updated]
+            elif any(place.start.line < line <= place.end.line for line in self._staying):
+                body += _each_by_itself(updated)
             else:
                 body.append(updated)
         return updated_node.with_changes(body=body)
 
-    def _parts(self, line: int, statement: cst.SimpleStatementLine) -> Sequence[cst.BaseStatement]:
+    def _parts(self, statement: cst.SimpleStatementLine) -> Sequence[cst.BaseStatement]:
         reads = _Reads(self._stored_again)
         read = cst.ensure_type(statement.visit(reads), cst.SimpleStatementLine)
-        if not reads.found or not isinstance(statement.body[0], cst.Assign | cst.AugAssign | cst.Expr | cst.AnnAssign):
+        is_plain = len(statement.body) == 1 and isinstance(
+            statement.body[0], cst.Assign | cst.AugAssign | cst.Expr | cst.AnnAssign
+        )
+        if not reads.found or not is_plain:
             return [statement]
         names = [self._free_name(_target(statement)) for _ in reads.found]
+        self.names += names
         read = cst.ensure_type(read.visit(_Named(names)), cst.SimpleStatementLine)
         kept = [
             cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], _kept(one))])
             for name, one in zip(names, reads.found, strict=True)
         ]
         kept[0] = kept[0].with_changes(leading_lines=statement.leading_lines)
-        self.inserted.append((line, len(kept)))
         return [*kept, read.with_changes(leading_lines=[])]
 
     def _free_name(self, base: str) -> str:
@@ -108,6 +116,16 @@ class _Split(cst.CSTTransformer):
             name = f"{base}_on_gpu_{number}"
         self._taken.add(name)
         return name
+
+
+def _each_by_itself(statement: cst.BaseStatement) -> Sequence[cst.BaseStatement]:
+    """The statements of `with torch.no_grad():`, each in one of its own: some of them may move."""
+    match statement:
+        case cst.With(items=[cst.WithItem(item=cst.Call() as call, asname=None)], body=cst.IndentedBlock(body=body)):
+            if _calls_of(call) <= {"no_grad", "inference_mode"}:
+                first, *others = [statement.with_changes(body=cst.IndentedBlock([one])) for one in body]
+                return [first, *(one.with_changes(leading_lines=[]) for one in others)]
+    return [statement]
 
 
 _PLACE = "_keepbusy_read_"
