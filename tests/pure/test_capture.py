@@ -48,6 +48,15 @@ def test_graphs_end_where_the_host_has_something_of_its_own_to_do() -> None:
     assert in_graphs == [9 * 2 * 19] * 2  # one launch of each is that of the graph
 
 
+def test_a_mark_of_steps_ends_no_graph() -> None:
+    """As an optimizer's, which steps right behind the backward pass."""
+
+    def body(run: Run) -> None:
+        launches(launches(run, 5).work(3_000, at=[PREPARE]), 20)
+
+    assert capture(body).share == pytest.approx(1, abs=0.03)
+
+
 def test_what_is_called_between_is_captured_with_it_unless_something_in_there_stays() -> None:
     def body(run: Run) -> None:
         launches(run)

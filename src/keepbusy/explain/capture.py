@@ -157,9 +157,19 @@ def _numbers(scene: Scene, stays: Mask, parted: Mask) -> Ints:
     """Of each row, a number that rows of one run share: of one lane, step and call, with nothing between that stays.
     `parted`: calls in which something stays."""
     spans = scene.timeline.spans
-    step = np.searchsorted(scene.timeline.marks_of(scene.timeline.ranks[0]), np.arange(len(spans)), side="right")
-    where = np.stack([spans.lane, step, scene.innermost(parted), np.cumsum(stays)])
+    where = np.stack([spans.lane, _steps(scene, stays), scene.innermost(parted), np.cumsum(stays)])
     return np.unique(where, axis=1, return_inverse=True)[1].reshape(-1)
+
+
+def _steps(scene: Scene, stays: Mask) -> Ints:
+    """Of each row its step, from where something stays: what marks steps, as an optimizer does, may stand in the middle
+    of what a graph holds."""
+    timeline = scene.timeline
+    marks = timeline.marks_of(timeline.ranks[0])
+    rows = np.flatnonzero(stays & (timeline.rank_of_rows == timeline.ranks[0]))
+    following = np.append(rows, len(stays))[np.searchsorted(rows, marks)]
+    begins = np.where(following < np.append(marks[1:], len(stays)), following, marks)
+    return np.searchsorted(begins, np.arange(len(stays)), side="right")
 
 
 def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
