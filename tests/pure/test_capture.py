@@ -54,7 +54,26 @@ def test_a_mark_of_steps_ends_no_graph() -> None:
     def body(run: Run) -> None:
         launches(launches(run, 5).work(3_000, at=[PREPARE]), 20)
 
-    assert capture(body).share == pytest.approx(1, abs=0.03)
+    assert capture_of(Scene(loop(body, 8))).share == pytest.approx(8 / 9)  # but at both ends of the recording
+
+
+@pytest.mark.parametrize(("at", "share"), [("model.py(7): forward", 0.0), ("main.py(3): step", 1.0)])
+def test_a_batch_may_be_copied_in_front_of_the_statement_that_takes_it(at: str, share: float) -> None:
+    """`model(x.cuda())`, but not what is copied in the middle of a forward pass."""
+
+    def body(run: Run) -> None:
+        with run.inside("main.py(3): step"):
+            if at == "main.py(3): step":
+                run.copy(MB, 100, at=["aten::copy_"])
+            with run.inside("model.py(7): forward"):
+                launches(run)
+                if at != "main.py(3): step":
+                    run.copy(MB, 100, at=["aten::copy_"])
+                launches(run)
+        with run.inside("backward"):
+            launches(run, 40)
+
+    assert capture(body).share == pytest.approx(share, abs=0.03)
 
 
 def test_what_is_called_between_is_captured_with_it_unless_something_in_there_stays() -> None:

@@ -415,3 +415,35 @@ def test_reads_that_are_not_split(line: str) -> None:
     """)
     assert new is not None
     assert "_on_gpu" not in new
+
+
+def test_a_batch_that_is_copied_in_a_call_is_copied_in_front() -> None:
+    source = """\
+        import keepbusy
+
+        def train(net, optimizer, batch, y):
+            for x in batch:  # loop
+                optimizer.zero_grad()
+                loss = net(x.to(device), target=y["a"].cuda())
+                loss.backward()  # launches
+                optimizer.step()  # launches
+    """
+    told = CapturedLines("train.py", "train", ((6, 40), (7, 40), (8, 9)), (6,))
+    new = edited(dedent(source.replace("  # launches", "")), "graph", [], told, [4])
+    assert new is not None
+    assert (
+        """\
+        x_on_gpu = x.to(device)
+        value_on_gpu = y["a"].cuda()
+        captured_train(net, optimizer, x_on_gpu, value_on_gpu)
+"""
+        in new
+    )
+    assert (
+        """\
+    loss = net(x_on_gpu, target=value_on_gpu)
+    loss.backward()
+    optimizer.step()
+"""
+        in new
+    )

@@ -454,3 +454,20 @@ def test_a_scaler_is_captured_with_an_optimizer_that_is_fused_meanwhile() -> Non
     assert scaler.get_scale() < 2.0**30
     assert not optimizer.param_groups[0]["fused"]
     assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_a_module_that_each_call_makes_anew() -> None:
+    model = net()
+    optimizer = adam(model)
+
+    @graph
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = torch.nn.CrossEntropyLoss(label_smoothing=0.1)(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for x, y in batches(9):
+        step(x, y)
+    assert step.report().startswith("step: 2 replayed, 4 compared, 1 captured, 2 eager")

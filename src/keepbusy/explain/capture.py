@@ -45,7 +45,8 @@ def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
     reads = np.zeros(len(spans), bool)  # copies that go with the waits
     reads[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
     stays, launches = _stays(scene, goes, reads), np.flatnonzero((scene.command != NONE) & ~reads)
-    parted = frames_around(timeline.frames, spans.frame[stays]) | _holds_steps(scene)
+    fed = _fed(scene, stays, goes)
+    parted = (frames_around(timeline.frames, spans.frame[stays]) & ~fed) | _holds_steps(scene)
     prepared = _prepared(scene, stays, goes)
     stays_there = stays
     stays = stays & ~prepared
@@ -66,7 +67,7 @@ def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
         inside & scene.is_sync,
         stays,
         len(held) / max(1, len(launches)),
-        _lines(scene, scene.outermost(~parted)[held], parted),
+        _lines(scene, scene.outermost(~parted | fed)[held], parted),
     )
 
 
@@ -134,14 +135,33 @@ def _stays(scene: Scene, goes: Mask, reads: Mask) -> Mask:
     return (kept | scene.within(Role.OBJECTS)) & ~scene.timeline.on_device & ~scene.by_workers
 
 
+def _computes(scene: Scene, goes: Mask) -> Mask:
+    """The host's rows that launch anything but copies to the GPU, or wait for anything but such a copy."""
+    spans = scene.timeline.spans
+    copied = np.where(scene.copy_of_sync != NONE, scene.copy_of_sync, scene.command)
+    brings = (copied != NONE) & scene.is_copy[copied] & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
+    return ((scene.command != NONE) | (scene.is_sync & ~goes)) & ~brings
+
+
+def _fed(scene: Scene, stays: Mask, goes: Mask) -> Mask:
+    """Frames that copy to the GPU what they compute with, before they compute anything: `model(x.cuda())`. The copy can
+    be made in front of them."""
+    spans, frames = scene.timeline.spans, scene.timeline.frames
+    rows, computing = np.flatnonzero(stays), np.flatnonzero(_computes(scene, goes))
+    last, first = np.full(len(frames) + 1, NONE), np.full(len(frames) + 1, len(spans))
+    for frame in outwards(frames, spans.frame[rows]):
+        np.maximum.at(last, frame, rows)
+    for frame in outwards(frames, spans.frame[computing]):
+        np.minimum.at(first, frame, computing)
+    is_else = stays & (spans.kind == Kind.WORK)
+    return ((last < first) & (first < len(spans)) & (last != NONE))[:-1] & ~frames_around(frames, spans.frame[is_else])
+
+
 def _prepared(scene: Scene, stays: Mask, goes: Mask) -> Mask:
     """Between a forward pass and its backward pass, the host's rows of statements that compute nothing on the GPU and
     read nothing of it, as those that take the next batch: they depend on nothing that the step computes, so they can
     move out of its way."""
-    spans, frames = scene.timeline.spans, scene.timeline.frames
-    copied = np.where(scene.copy_of_sync != NONE, scene.copy_of_sync, scene.command)
-    brings = (copied != NONE) & scene.is_copy[copied] & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
-    computes = ((scene.command != NONE) | (scene.is_sync & ~goes)) & ~brings
+    spans, frames, computes = scene.timeline.spans, scene.timeline.frames, _computes(scene, goes)
     free = ~frames_around(frames, spans.frame[computes]) & frames_around(frames, spans.frame[stays])
     rows = np.flatnonzero((scene.outermost(free) != NONE) & ~scene.timeline.on_device & (scene.loader_frame == NONE))
     others = np.flatnonzero(computes)

@@ -1,5 +1,10 @@
-"""Statements that compute on the GPU and read what comes of it, split in two: so the first part can be captured, and
-the read can follow the graph.
+"""Statements that compute on the GPU and copy to it or read from it as well, split in two: so that what computes can be
+captured, and the copy can be made in front of the graph, or the read behind it.
+
+    loss = model(x.to(device))
+
+    x_on_gpu = x.to(device)
+    loss = model(x_on_gpu)
 
     accuracy = (out.argmax(1) == y).float().mean().item()
 
@@ -12,7 +17,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
@@ -51,9 +56,10 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
     tree = ast.parse(own)
     stored = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
     names = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
-    split = _Split(frozenset(lines.staying), {name for name, count in stored.items() if count > 1}, names)
+    again = {name for name, count in stored.items() if count > 1}
+    split = _Split(frozenset(lines.staying), dict(lines.launching), again, names)
     module = wrapper.visit(split)
-    if not split.names:
+    if not split.names and not split.arriving:
         return None
     old, new = own.splitlines(), module.code.splitlines()
     same = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
@@ -66,6 +72,11 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
             launching[line] = 0
         elif name is not None:
             staying.add(line)
+        arriving = next((name for name in split.arriving if re.search(rf"\b{name}\b", text)), None)
+        if arriving is not None and text.strip().startswith(f"{arriving} = "):
+            staying.add(line)
+        elif arriving is not None:
+            launching[line] = split.arriving[arriving]
     told = lines._replace(launching=tuple(sorted(launching.items())), staying=tuple(sorted(staying)))
     return SplitReads(module, told, [moved[line] for line in loops if line in moved])
 
@@ -73,9 +84,13 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
 class _Split(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, staying: frozenset[int], stored_again: set[str], taken: set[str]) -> None:
+    def __init__(
+        self, staying: frozenset[int], launching: Mapping[int, int], stored_again: set[str], taken: set[str]
+    ) -> None:
         super().__init__()
-        self._staying, self._stored_again, self._taken = staying, stored_again, taken
+        self._staying, self._launching, self._stored_again, self._taken = staying, launching, stored_again, taken
+        self.arriving: dict[str, int] = {}
+        """Names of what is copied to the GPU in front, and how much the statement launches."""
         self.names: list[str] = []
         """Of what is computed for a read."""
 
@@ -84,12 +99,27 @@ class _Split(cst.CSTTransformer):
         for original, updated in zip(original_node.body, updated_node.body, strict=True):
             place = self.get_metadata(PositionProvider, original)
             if isinstance(updated, cst.SimpleStatementLine):
-                body += self._parts(updated) if place.start.line in self._staying else [updated]
+                body += self._all_parts(updated, place.start.line) if place.start.line in self._staying else [updated]
             elif any(place.start.line < line <= place.end.line for line in self._staying):
                 body += _each_by_itself(updated)
             else:
                 body.append(updated)
         return updated_node.with_changes(body=body)
+
+    def _all_parts(self, statement: cst.SimpleStatementLine, line: int) -> Sequence[cst.BaseStatement]:
+        if line not in self._launching or len(statement.body) != 1:
+            return self._parts(statement)
+        copies = _Copies(self._free_name)
+        fed = cst.ensure_type(statement.visit(copies), cst.SimpleStatementLine)
+        if not copies.found:
+            return self._parts(statement)
+        self.arriving |= dict.fromkeys(copies.found, self._launching[line])
+        first = [
+            cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], copy)])
+            for name, copy in copies.found.items()
+        ]
+        first[0] = first[0].with_changes(leading_lines=statement.leading_lines)
+        return [*first, *self._parts(fed.with_changes(leading_lines=[]))]
 
     def _parts(self, statement: cst.SimpleStatementLine) -> Sequence[cst.BaseStatement]:
         reads = _Reads(self._stored_again)
@@ -129,6 +159,24 @@ def _each_by_itself(statement: cst.BaseStatement) -> Sequence[cst.BaseStatement]
 
 
 _PLACE = "_keepbusy_read_"
+
+
+class _Copies(cst.CSTTransformer):
+    """Finds what is copied to the GPU within a call, and puts a name in its place."""
+
+    def __init__(self, free_name: Callable[[str], str]) -> None:
+        super().__init__()
+        self._free_name = free_name
+        self.found: dict[str, cst.BaseExpression] = {}
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:  # noqa: ARG002, N802
+        match updated_node.value:
+            case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value="to" | "cuda"))) as copy:
+                if isinstance(value, cst.Name | cst.Attribute | cst.Subscript) and not _calls_of(value):
+                    name = self._free_name(value.value if isinstance(value, cst.Name) else "value")
+                    self.found[name] = copy
+                    return updated_node.with_changes(value=cst.Name(name))
+        return updated_node
 
 
 class _Reads(cst.CSTTransformer):

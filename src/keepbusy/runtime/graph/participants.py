@@ -50,8 +50,14 @@ class Participants:
             self.optimizers.setdefault(optimizer)
             gradients.note_step(optimizer)
 
+        called = dict[int, weakref.ref[torch.nn.Module]]()
+
+        def on_call(module: torch.nn.Module, _arguments: Any) -> None:
+            if module not in self.modules and id(module) not in called:
+                called[id(module)] = weakref.ref(module)
+
         hooks = [
-            register_module_forward_pre_hook(lambda module, _arguments: self.modules.setdefault(module)),
+            register_module_forward_pre_hook(on_call),
             register_optimizer_step_pre_hook(on_step),
         ]
 
@@ -67,6 +73,8 @@ class Participants:
             _unwatch(watcher)
             for hook in hooks:
                 hook.remove()
+            alive = [module for ref in called.values() if (module := ref()) is not None]
+            self.modules |= dict.fromkeys(alive)  # others, as a loss's, are made and gone within each call
             self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
 
     def _note_scaler(self, scaler: torch.amp.GradScaler, optimizer: Optimizer | None) -> None:
