@@ -37,6 +37,8 @@ class Capture(NamedTuple):
     """Of all launches."""
     lines: tuple[CapturedLines, ...]
     """The functions whose statements are captured, first the one that launches most."""
+    first: str = ""
+    """What has to be done elsewhere before: `create_on_gpu at train.py:31`."""
 
 
 def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:

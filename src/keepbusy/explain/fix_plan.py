@@ -87,6 +87,7 @@ class Candidate:
     bounds: tuple[Edit, ...] = ()  # the same at best and at worst, where that is not only a matter of recording
     reason: str = ""
     captured: tuple[CapturedLines, ...] = ()
+    first: str = ""  # what has to be done elsewhere before
 
     @property
     def named(self) -> str:
@@ -298,6 +299,7 @@ class Search:
         alone, noise = self.gain(frozenset([one])), self.forecast.noise
         partners = self.in_order(together - {one})
         needs = [other for other in partners if other.in_the_middle] if one.captures else partners
+        names = [one.first] * bool(one.first) + [other.named for other in needs]
         return planned_fix(
             one.remedy,
             one.where,
@@ -305,7 +307,7 @@ class Search:
             max(0, gain),
             self.predict(done),
             alone=alone,
-            needs=tuple(other.named for other in needs) if one.captures or alone <= noise else (),
+            needs=tuple(dict.fromkeys(names)) if one.captures or alone <= noise else (),
             instead=tuple(self._instead(one, done)),
             edit=one.edit if one.share == 1 else None,
             reason=one.reason,
@@ -382,7 +384,7 @@ def _all_or_nothing(scene: Scene, usual: Candidate) -> tuple[Edit, Edit]:
 def _as_graphs(scene: Scene, usual: Candidate) -> Candidate:
     """What graphs hold is launched at once; the rest is launched as before."""
     capture = capture_of(scene)
-    usual = replace(usual, edit=usual.edit.only(capture.rows), captured=capture.lines)
+    usual = replace(usual, edit=usual.edit.only(capture.rows), captured=capture.lines, first=capture.first)
     if capture.share > MOST_OF_IT:
         return usual
     reason = f"Graphs hold {capture.share:.0%} of the launches."

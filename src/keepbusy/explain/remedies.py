@@ -16,7 +16,7 @@ import numpy as np
 
 from keepbusy.explain.capture import Capture, captured
 from keepbusy.explain.causes import IN_A_ROW, Draft, Finding, Scene
-from keepbusy.explain.diagnosis import LateRank, SideLane, Where
+from keepbusy.explain.diagnosis import LateRank, SideLane, Where, named
 from keepbusy.timeline.figures import amount, times
 from keepbusy.timeline.frame_roles import INSTALLED, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, Ints, Kind, Mask, Timeline, next_kept
@@ -110,16 +110,19 @@ def capture_of(scene: Scene) -> Capture:
     from a wait that stands beside them, but not from one within what they call."""
     waits = np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
     goes, nothing = np.zeros(len(scene.timeline), bool), Draft("host_sync", scene.timeline).finding()
-    by_hand = dict[tuple[str, str], list[Ints]]()
+    by_hand, elsewhere = dict[tuple[str, str], list[Ints]](), dict[str, Ints]()
     for where, rows in by_place(scene, waits).items():
         remedy = _of_a_sync(PlacedCause(scene, nothing, where, rows)) or REMEDIES["host_sync"]
         often = len(rows) >= IN_A_ROW * scene.steps and remedy.fix in FEW_AT_A_TIME
         goes[rows] = remedy.fix in REMOVES_WAIT and not often
+        if remedy.fix == "create_on_gpu":
+            elsewhere[named(remedy.fix, [where])] = rows
         if goes[rows].any() and remedy.fix not in GONE_IN_A_GRAPH:
             by_hand.setdefault((where.file, where.function), []).append(rows)
     beside = np.zeros(len(scene.timeline), bool)
     beside[[row for rows in by_hand.values() for part in rows for row in part]] = True
     found = captured(scene, goes, beside)
+    found = found._replace(first=next((name for name, rows in elsewhere.items() if found.waits[rows].any()), ""))
     within = by_hand.keys() - {(one.file, one.function) for one in found.lines}
     if not within or not found.lines:
         return found

@@ -53,7 +53,7 @@ class Participants:
         called = dict[int, weakref.ref[torch.nn.Module]]()
 
         def on_call(module: torch.nn.Module, _arguments: Any) -> None:
-            if module not in self.modules and id(module) not in called:
+            if module not in self.modules:
                 called[id(module)] = weakref.ref(module)
 
         hooks = [
