@@ -447,3 +447,20 @@ def test_a_batch_that_is_copied_in_a_call_is_copied_in_front() -> None:
 """
         in new
     )
+
+
+@pytest.mark.parametrize(("options", "is_captured"), [("", False), (", cycle_momentum=False", True)])
+def test_an_optimizer_whose_momentum_changes_steps_behind_the_graph(options: str, is_captured: bool) -> None:
+    new = captured(f"""\
+        import keepbusy
+
+        def train(net, optimizer, x):
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9{options})
+            for _ in range(9):  # loop
+                loss = net(x)  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+                schedule.step()
+    """)
+    assert new is not None
+    assert ("    loss.backward()\n    optimizer.step()" in new) == is_captured

@@ -110,26 +110,26 @@ def capture_of(scene: Scene) -> Capture:
     from a wait that stands beside them, but not from one within what they call."""
     waits = np.flatnonzero(scene.is_sync & ~scene.waits_for_large_copy)
     goes, nothing = np.zeros(len(scene.timeline), bool), Draft("host_sync", scene.timeline).finding()
-    by_hand, elsewhere = dict[tuple[str, str], list[Ints]](), dict[str, Ints]()
+    by_hand, elsewhere = dict[tuple[str, str], list[Ints]](), list[str]()
     for where, rows in by_place(scene, waits).items():
         remedy = _of_a_sync(PlacedCause(scene, nothing, where, rows)) or REMEDIES["host_sync"]
         often = len(rows) >= IN_A_ROW * scene.steps and remedy.fix in FEW_AT_A_TIME
         goes[rows] = remedy.fix in REMOVES_WAIT and not often
         if remedy.fix == "create_on_gpu":
-            elsewhere[named(remedy.fix, [where])] = rows
+            elsewhere.append(named(remedy.fix, [where]))
         if goes[rows].any() and remedy.fix not in GONE_IN_A_GRAPH:
             by_hand.setdefault((where.file, where.function), []).append(rows)
     beside = np.zeros(len(scene.timeline), bool)
     beside[[row for rows in by_hand.values() for part in rows for row in part]] = True
     found = captured(scene, goes, beside)
-    found = found._replace(first=next((name for name, rows in elsewhere.items() if found.waits[rows].any()), ""))
+    found = found._replace(first=next(iter(elsewhere), ""))
     within = by_hand.keys() - {(one.file, one.function) for one in found.lines}
     if not within or not found.lines:
         return found
     for place in within:
         for rows in by_hand[place]:
             goes[rows] = beside[rows] = False
-    return captured(scene, goes, beside)
+    return captured(scene, goes, beside)._replace(first=found.first)
 
 
 def _with_what_stays(compiled: Remedy, seen: PlacedCause) -> Remedy:

@@ -319,6 +319,7 @@ class _Function:
         of_objects = [one for one in ast.walk(around[0]) if isinstance(one, ast.Attribute | ast.Name)]
         stored = [one for one in of_objects if isinstance(one.ctx, ast.Store)]
         self._attributes = {one.attr if isinstance(one, ast.Attribute) else one.id.rpartition(".")[2] for one in stored}
+        self._cycles_momentum = any(map(_cycles_momentum, ast.walk(around[0])))
         self._imported = {(name.asname or name.name).partition(".")[0] for one in imports for name in one.names}
 
     @staticmethod
@@ -378,6 +379,7 @@ class _Function:
         called = _Uses(statement.nodes).called
         # takes its time in Python, and is nothing but what a graph does without
         stays = statement.has(staying) and not (called and called <= _SETS_UP and not is_compound)
+        stays = stays or (self._cycles_momentum and called == {"step"})
         stays = stays or is_loop or not self._can_move(statement) or self._counts_in(statement)
         if launches and stays:
             return "mixed" if is_compound else "fixed"
@@ -674,6 +676,17 @@ def _counts(node: ast.AST) -> Iterator[str]:
             yield from _Uses([first]).stores
         case ast.AugAssign(target=ast.Name(id=name), value=ast.Constant()):
             yield name
+
+
+def _cycles_momentum(node: ast.AST) -> bool:
+    """Whether a schedule is made that changes more than the learning rate: a graph keeps the momentum."""
+    if not isinstance(node, ast.Call):
+        return False
+    if getattr(node.func, "attr", _base(node.func)) not in ("OneCycleLR", "CyclicLR"):
+        return False
+    known = {one.arg: one.value for one in node.keywords}
+    chosen = known.get("cycle_momentum")
+    return not (isinstance(chosen, ast.Constant) and chosen.value is False)
 
 
 def _bare_names(node: ast.AST) -> set[str]:
