@@ -33,8 +33,8 @@ A_SECOND = 1_000_000_000
 """Nanoseconds: a loop without the GPU that takes less is not planned, for many try a short run first."""
 UNUSED = 0.001
 """Of a loop: a GPU that works for less of it is not used there."""
-CAPTURING = 4
-"""Turns that stay as they are for each capture: the runtime rehearses three, and captures what it would have run."""
+CAPTURING = 3
+"""Iterations that stay as they are: the runtime rehearses two, and captures what it would have run."""
 _SAYS_UNCAPTURED = re.compile(rf" ?The first {CAPTURING} iterations run uncaptured[^.]*\.")
 
 
@@ -43,8 +43,7 @@ def plan_of_run(told: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[Une
     ranks do not meet in a step."""
     parts = [with_loader(told.plan, uses, told)]
     for one in told.loops:
-        captures = _captures(one.place, told)
-        fixes = (_of_all_steps(fix, one.turns, captures) if one.turns else fix for fix in one.diagnosis.plan)
+        fixes = (_of_all_steps(fix, one.turns) if one.turns else fix for fix in one.diagnosis.plan)
         parts.append(tuple(replace(fix, loop=one.place) for fix in fixes))
     parts += [*_idle_lines(told), *_idle_loops(told), *_prepared(told)]
     parts.sort(key=lambda part: -sum(max(0, one.run_gain) for one in part))
@@ -159,9 +158,9 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], told: Dia
     itself, and where the loop would be held up by it once the other fixes are made.
     """
     steps, use = told.steps_of_run, _awaited(uses, told)
-    known, captures = list(plan), _captures(told.loop, told)
+    known = list(plan)
     if steps:
-        known = [_of_all_steps(one, steps, captures, _largest_gain(told)) for one in plan]
+        known = [_of_all_steps(one, steps, _largest_gain(told)) for one in plan]
     if use is None:
         return tuple(known)
     rest = [one for one in known if one.fix != "prepare_in_workers"]
@@ -205,25 +204,13 @@ def _largest_gain(told: Diagnosis) -> int:
     return told.run.time if told.run.waits == NONE or len(told.ranks) > 1 else told.run.waits
 
 
-def _captures(name: str, told: Diagnosis) -> int:
-    """How often a graph of this loop's turns is captured: in each call of the function that holds it, which may have
-    made the model, as in a cross validation. That is each turn of the next loop around in another function."""
-    loops = _loops_of(told)
-    inner = next((part for part in loops if part.named == name), None)
-    around = [part for part in loops if inner is not None and part is not inner and inner in part.within()]
-    outer = next((part for part in reversed(around) if inner and part.function != inner.function), None)
-    return max(1, outer.turns) if outer is not None else 1
-
-
-def _of_all_steps(one: PlannedFix, steps: int, captures: int, most: int = 1 << 62) -> PlannedFix:
+def _of_all_steps(one: PlannedFix, steps: int, most: int = 1 << 62) -> PlannedFix:
     """With what it saves the run."""
     if one.fix == "graph":
-        eager = CAPTURING * captures
-        calls = f", in each of {captures:,} calls of the function that holds the loop" if captures > 1 else ""
         reason = _SAYS_UNCAPTURED.sub("", one.reason)  # a loop's own plan holds it already
-        if eager > NOISE * steps:
-            reason = f"{reason} The first {CAPTURING} iterations run uncaptured{calls}.".strip()
-        return replace(one, run_gain=min(one.gain * max(0, steps - eager), most), reason=reason)
+        if CAPTURING > NOISE * steps:
+            reason = f"{reason} The first {CAPTURING} iterations run uncaptured.".strip()
+        return replace(one, run_gain=min(one.gain * max(0, steps - CAPTURING), most), reason=reason)
     if one.fix != "compile":
         return replace(one, run_gain=min(one.gain * steps, most))
     after = f"after {max(1, COMPILING // max(1, one.gain)):,} steps" if one.gain else "never"
