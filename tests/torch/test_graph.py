@@ -471,3 +471,25 @@ def test_a_module_that_each_call_makes_anew() -> None:
     for x, y in batches(9):
         step(x, y)
     assert step.report().startswith("step: 2 replayed, 4 compared, 1 captured, 2 eager")
+
+
+def test_a_weight_that_is_a_number_keeps_its_state_on_the_device() -> None:
+    """As the scale of a loss: only what the optimizer counts moves, to the device and back."""
+    model, scale = net(), torch.nn.Parameter(torch.zeros((), device="cuda"))
+    optimizer = torch.optim.Adam([*model.parameters(), scale])
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = torch.exp(-scale) * torch.nn.functional.cross_entropy(model(x), y) + scale
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed = graph(step)
+    for x, y in batches(5):
+        graphed(x, y)
+    graphed.release()
+    state = optimizer.state[scale]
+    assert state["exp_avg"].is_cuda
+    assert not state["step"].is_cuda
+    step(*next(batches(1)))

@@ -265,6 +265,8 @@ class CapturedCall:
         self._graph, self._inputs, self._outputs, self._gradients = graph, inputs, outputs, gradients
         self.pattern = pattern
         self.replays = 0
+        self.is_doubted = False
+        """Whether the last comparison found a difference. A second one in a row is the last."""
         self.schedules: list[Callable[[], Any]] = []
         """Steps of learning rate schedules, which follow each replay."""
         self._alive = alive  # what the graph reads without owning it

@@ -374,7 +374,7 @@ class StepGraphs:
     def _replay(self, captured: CapturedCall, given: Any, tensors: list[Tensor]) -> Any:
         self._rates.send()
         captured.replays += 1
-        if is_compared(captured.replays):
+        if is_compared(captured.replays) or captured.is_doubted:
             return self._with_schedules(lambda: self._compare(captured, StepCall(given[0], given[1], self._changing)))
         self._tally["replayed"] += 1
         returned = captured.replay(tensors)
@@ -398,7 +398,9 @@ class StepGraphs:
             self._schedules.steps = [*captured.schedules]
             return captured.replay(call.tensors)
         self._tally["eager" if finding else "compared"] += 1
-        self.finding = finding
+        if captured.is_doubted:
+            self.finding = finding
+        captured.is_doubted = bool(finding)  # sums in no order may be far apart once: what is wrong is so again
         return returned
 
     def _with_schedules(self, run: Callable[[], Any]) -> Any:
@@ -796,8 +798,12 @@ def _may_be_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return not on_device and ("capturable" in optimizer.defaults or bool(group.get("fused")))
 
 
+_COUNTS = ("step", "mu_product", "eta", "mu")
+"""What PyTorch's optimizers count: numbers, whatever the shape of the weight."""
+
+
 def _move_counts(optimizer: Optimizer, to_device: bool) -> None:
     for parameter, state in optimizer.state.items():
-        for label, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_cuda != to_device:
-                state[label] = value.to(parameter.device if to_device else "cpu")
+        for label in [label for label in _COUNTS if isinstance(state.get(label), Tensor)]:
+            if state[label].is_cuda != to_device:
+                state[label] = state[label].to(parameter.device if to_device else "cpu")
