@@ -208,7 +208,7 @@ def _of_all_steps(one: PlannedFix, steps: int, most: int = 1 << 62) -> PlannedFi
     """With what it saves the run."""
     if one.fix == "graph":
         reason = _SAYS_UNCAPTURED.sub("", one.reason)  # a loop's own plan holds it already
-        if CAPTURING > NOISE * steps:
+        if NOISE * steps < CAPTURING:
             reason = f"{reason} The first {CAPTURING} iterations run uncaptured.".strip()
         return replace(one, run_gain=min(one.gain * max(0, steps - CAPTURING), most), reason=reason)
     if one.fix != "compile":
