@@ -165,16 +165,16 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 702,
-    "timeline": 3119,
+    "timeline": 3120,
     "traces": 2420,
     "instrument": 3726,
     "log": 3315,
-    "virtual": 9264,
-    "explain": 4967,
-    "report": 3371,
-    "runtime": 6883,
+    "virtual": 9267,
+    "explain": 5035,
+    "report": 3379,
+    "runtime": 7088,
     "cli": 3969,
-    "fix": 3047,
+    "fix": 3469,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 
