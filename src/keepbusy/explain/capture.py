@@ -54,7 +54,7 @@ def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
     stays = stays & ~prepared
     run = _numbers(scene, stays, parted)
     held = _alike(scene, launches, run[launches])
-    held = held[~np.isin(run[held], _without_forward(scene, launches, run))]
+    held = held[~np.isin(run[held], _without_forward(scene, stays, launches, run))]
     first, last = (np.full(int(run.max(initial=0)) + 1, NONE, np.int64) for _ in range(2))
     first[run[held][::-1]], last[run[held]] = held[::-1], held
     rows = np.arange(len(spans))
@@ -217,19 +217,21 @@ def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
     return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
 
 
-def _without_forward(scene: Scene, launches: Ints, run: Ints) -> Ints:
+def _without_forward(scene: Scene, stays: Mask, launches: Ints, run: Ints) -> Ints:
     """Runs of backward passes most of whose forward pass stands in other runs, and those runs: a graph holds both."""
     backward, optimizer = (scene.within(role)[launches] for role in (Role.BACKWARD, Role.OPTIMIZER))
     step = np.searchsorted(scene.timeline.marks_of(scene.timeline.ranks[0]), launches, side="right")
     kind = np.where(optimizer, 2, np.where(backward, 1, 0)) + 3 * step
     edges = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(launches)]
-    before, cut, number = 0, list[Ints](), run[launches]
+    before, cut, piece = 0, list[Ints](), np.cumsum(stays)[launches]
+    number, lane = run[launches], scene.timeline.spans.lane[launches]
     for begin, end in pairwise([0, *edges]) if len(launches) else ():
         if kind[begin] % 3 == 1:
             # no more of what came before than it launches itself: the rest may be another pass, without gradients
             forward = np.arange(max(before, 2 * begin - end), begin)
             forward = forward[step[forward] == step[begin]]
-            if 2 * (number[forward] == number[begin]).sum() < len(forward):
+            together = (number[forward] == number[begin]) | (lane[forward] != lane[begin])
+            if 2 * (together & (piece[forward] == piece[begin])).sum() < len(forward):
                 cut.append(run[launches[[*forward, begin]]])
         if kind[begin] % 3:
             before = end
