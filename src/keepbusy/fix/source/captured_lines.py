@@ -319,6 +319,7 @@ class _Function:
         of_objects = [one for one in ast.walk(around[0]) if isinstance(one, ast.Attribute | ast.Name)]
         stored = [one for one in of_objects if isinstance(one.ctx, ast.Store)]
         self._attributes = {one.attr if isinstance(one, ast.Attribute) else one.id.rpartition(".")[2] for one in stored}
+        self._classes = {one.name for one in ast.walk(around[0]) if isinstance(one, ast.ClassDef)}
         self._cycles_momentum = any(map(_cycles_momentum, ast.walk(around[0])))
         self._imported = {(name.asname or name.name).partition(".")[0] for one in imports for name in one.names}
 
@@ -385,7 +386,7 @@ class _Function:
             return "mixed" if is_compound else "fixed"
         if launches:
             return "captured"
-        acts = any(name not in _HARMLESS and not name[:1].isupper() for name in called)
+        acts = any(name not in _HARMLESS and (not name[:1].isupper() or name in self._classes) for name in called)
         return "stays" if stays or acts else "neutral"
 
     def _can_move(self, statement: Statement) -> bool:
@@ -426,13 +427,18 @@ class _Function:
             following = [
                 late for late, kind in zip(statements[place:], kinds[place:], strict=True) if kind == "captured"
             ]
-            comes_first = _moves(one) and all(self._independent(one, other, []) for other in (*passed, *after))
+            comes_first = _moves(one) and not _writes_into(one) and (not after or _is_arithmetic(one))
+            comes_first = comes_first and all(self._independent(one, other, []) for other in (*passed, *after))
             if kinds[place] == "neutral" and _computes_numbers(one) and comes_first:
                 before.append(one)
             elif kinds[place] == "neutral" and _serves(one, following):
                 waiting.append(one)
             elif kinds[place] == "captured":
-                alone = all(self._independent(other, late, passed) for other in after for late in (*waiting, one))
+                alone = all(
+                    self._independent(other, late, passed) and self._may_follow(other, late, region.captured)
+                    for other in after
+                    for late in (*waiting, one)
+                )
                 if not alone or self._shows([*passed, one]):
                     break
                 region.captured += [*waiting, one]
@@ -485,6 +491,24 @@ class _Function:
             return harmless >= _COLLECTING  # of a schedule or a profiler: what stands before it stays before it
         functions = [one for one in nodes if isinstance(one, ast.FunctionDef)]
         return called - {one.name for one in functions} <= harmless and all(map(_only_returns, functions))
+
+    def _may_follow(self, one: Statement, passed: Statement, captured: Sequence[Statement]) -> bool:
+        """Whether this statement may come after one that it stood before, as far as what it reads has other names."""
+        uses = _Uses(passed.nodes)
+        is_read = bool(_Uses(one.nodes).called & _READING)
+        if "step" in uses.called and "step" in _Uses(one.nodes).called:
+            return False  # a schedule, between two steps of optimizers
+        if not is_read:
+            shortens = any(isinstance(part, ast.Delete) for node in one.nodes for part in ast.walk(node))
+            return shortens or not (_writes_into(one) or "print" in _Uses(one.nodes).called)
+        made = {name for part in captured for name in _Uses(part.nodes).stores}
+        fresh = {name for name in made if "_on_gpu" in name}
+        read = _read_names(one)
+        if "step" in uses.called and not read <= made:
+            return False  # it may read a weight
+        in_place = bool(uses.written - self._imported or uses.attributes)
+        in_place = in_place or any(isinstance(node, ast.AugAssign) for node in passed.nodes)
+        return not in_place or read <= fresh  # it may write to what is read by another name
 
     def _objects(self, statement: Statement) -> set[str]:
         """Names that it uses, but for modules, and what only its shape is asked of."""
@@ -705,11 +729,10 @@ def _serves(one: Statement, following: Iterable[Statement]) -> bool:
 def _only_returns(function: ast.FunctionDef) -> bool:
     """Whether all that a call does is what it returns: it writes to nothing that it was given or finds."""
     own = [one for part in function.body for one in ast.walk(part)]
-    stored = {one.id for one in own if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
     uses = _Uses(function.body)
     acts = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Assert, ast.FunctionDef)
     writes = uses.attributes | uses.written
-    return not function.decorator_list and writes <= stored and not any(isinstance(one, acts) for one in own)
+    return not function.decorator_list and not writes and not any(isinstance(one, acts) for one in own)
 
 
 def _computes_numbers(statement: Statement) -> bool:
@@ -718,6 +741,40 @@ def _computes_numbers(statement: Statement) -> bool:
         isinstance(node, ast.Assign) and any(isinstance(part, ast.BinOp | ast.Compare) for part in ast.walk(node.value))
         for node in statement.nodes
     )
+
+
+_READING = {"item", "tolist", "cpu", "numpy", "float", "int"}
+
+
+def _read_names(statement: Statement) -> set[str]:
+    """The names of what it reads of the device; "." for what has none of its own, as an attribute."""
+    found = set[str]()
+    for call in (part for node in statement.nodes for part in ast.walk(node) if isinstance(part, ast.Call)):
+        match call:
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in _READING:
+                pass
+            case ast.Call(func=ast.Name(id="float" | "int"), args=[value]):
+                pass
+            case _:
+                continue
+        if isinstance(value, ast.Call) and getattr(value.func, "attr", "") in _READING:
+            continue  # `loss.item()` within `float(...)`
+        found.add(value.id if isinstance(value, ast.Name) else ".")
+    return found
+
+
+def _writes_into(statement: Statement) -> bool:
+    """Whether it stores attributes or items, which others may hold by other names."""
+    uses = _Uses(statement.nodes)
+    return bool(uses.attributes or uses.written)
+
+
+def _is_arithmetic(statement: Statement) -> bool:
+    """Whether it looks into no object."""
+    looks = (ast.Attribute, ast.Subscript, ast.Starred)
+    numbers = {"min", "max", "abs", "round", "int", "float", "pow"}
+    parts = [part for node in statement.nodes for part in ast.walk(node)]
+    return _Uses(statement.nodes).called <= numbers and not any(isinstance(part, looks) for part in parts)
 
 
 def _moves(statement: Statement) -> bool:

@@ -107,7 +107,7 @@ class _Split(cst.CSTTransformer):
         return updated_node.with_changes(body=body)
 
     def _all_parts(self, statement: cst.SimpleStatementLine, line: int) -> Sequence[cst.BaseStatement]:
-        if line not in self._launching or len(statement.body) != 1:
+        if line not in self._launching or len(statement.body) != 1 or not _is_in_any_case(statement):
             return self._parts(statement)
         copies = _Copies(self._free_name)
         fed = cst.ensure_type(statement.visit(copies), cst.SimpleStatementLine)
@@ -122,6 +122,8 @@ class _Split(cst.CSTTransformer):
         return [*first, *self._parts(fed.with_changes(leading_lines=[]))]
 
     def _parts(self, statement: cst.SimpleStatementLine) -> Sequence[cst.BaseStatement]:
+        if not _is_in_any_case(statement):
+            return [statement]
         reads = _Reads(self._stored_again)
         read = cst.ensure_type(statement.visit(reads), cst.SimpleStatementLine)
         is_plain = len(statement.body) == 1 and isinstance(
@@ -190,15 +192,6 @@ class _Reads(cst.CSTTransformer):
     def visit_Call(self, node: cst.Call) -> bool:  # noqa: N802
         return self._read_by(node) is None
 
-    def visit_Lambda(self, node: cst.Lambda) -> bool:  # noqa: ARG002, N802
-        return False
-
-    def visit_GeneratorExp(self, node: cst.GeneratorExp) -> bool:  # noqa: ARG002, N802
-        return False
-
-    def visit_ListComp(self, node: cst.ListComp) -> bool:  # noqa: ARG002, N802
-        return False
-
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
         value = self._read_by(original_node)
         if value is None:
@@ -221,6 +214,8 @@ class _Reads(cst.CSTTransformer):
     def _may_be_kept(self, value: cst.BaseExpression) -> bool:
         if isinstance(value, cst.Name):
             return value.value in self._stored_again
+        if isinstance(value, cst.Attribute):  # a weight, which the optimizer writes to
+            return not _calls_of(value)
         calls = _calls_of(value)
         return bool(calls) and calls <= _WITHOUT_EFFECT
 
@@ -245,6 +240,12 @@ def _calls_of(value: cst.CSTNode) -> set[str]:
     for part in value.children:
         found |= _calls_of(part)
     return found
+
+
+def _is_in_any_case(statement: cst.CSTNode) -> bool:
+    """Whether all that stands in it is computed once, and in any case."""
+    kinds = (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation, cst.NamedExpr, cst.Await, cst.Yield)
+    return not isinstance(statement, kinds) and all(map(_is_in_any_case, statement.children))
 
 
 def _target(statement: cst.SimpleStatementLine) -> str:
