@@ -464,3 +464,49 @@ def test_an_optimizer_whose_momentum_changes_steps_behind_the_graph(options: str
     """)
     assert new is not None
     assert ("    loss.backward()\n    optimizer.step()" in new) == is_captured
+
+
+@pytest.mark.parametrize(
+    ("between", "later"),
+    [
+        ("hist.append(net.scale.item())", "optimizer.step()"),  # is a weight: it is kept as it was
+        ("schedule.step()", "optimizer.step()"),
+        ("group['lr'] *= 0.9", "optimizer.step()"),
+        ("hist.append(loss.item())", "other.mul_(0.5)"),  # may be the same memory
+        ("head.rate = loss.item()", "other.add_(head(x))"),
+        ("print('half')", "optimizer.step()"),
+        ("hist.append(loss.item()); width = 1 / len(log)", "other = net(x) * width"),
+    ],
+)
+def test_what_may_have_another_name_is_not_passed(between: str, later: str) -> None:
+    lines = "\n".join(f"            {one}  # stays" for one in between.split("; "))
+    new = captured(f"""\
+        import keepbusy
+
+        def train(net, optimizer, x, y):
+            loss = net(x, y)  # launches
+            loss.backward()  # launches
+{lines}
+            {later}  # launches
+            optimizer.step()  # launches
+    """)
+    assert new is not None
+    before, _, after = new.partition("def train(")
+    assert f"    loss.backward()\n    {later}" not in before
+    assert "on_gpu" in new or between.split("; ", maxsplit=1)[0] in after.partition("captured_train_2")[0]
+
+
+def test_a_class_of_the_file_may_do_anything() -> None:
+    new = captured("""\
+        import keepbusy
+
+        class Schedule:
+            pass
+
+        def train(net, optimizer, x):
+            out = net(x)  # launches
+            schedule = Schedule()
+            loss = out.mean() * schedule.value  # launches
+            loss.backward()  # launches
+    """)
+    assert new is None or "    schedule = Schedule()\n    loss" not in new.partition("def train(")[0]

@@ -431,6 +431,8 @@ class _Function:
             comes_first = comes_first and all(self._independent(one, other, []) for other in (*passed, *after))
             if kinds[place] == "neutral" and _computes_numbers(one) and comes_first:
                 before.append(one)
+            elif kinds[place] == "neutral" and after and _computes_numbers(one) and not _is_arithmetic(one):
+                break  # it may look at what those statements change, by another name
             elif kinds[place] == "neutral" and _serves(one, following):
                 waiting.append(one)
             elif kinds[place] == "captured":
