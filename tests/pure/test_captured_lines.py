@@ -288,7 +288,7 @@ def test_a_forward_pass_is_not_captured_without_its_backward_pass() -> None:
     new = captured(source)
     assert new is not None
     assert "        out = model(x)\n        loss = out.mean()" in new
-    seen = captured(source.replace("loss = out.mean()", "loss = head(out.detach())"))
+    seen = captured(source.replace("loss = out.mean()", "loss = head((out + 1).detach())"))
     assert seen is not None
     assert "def captured_main(model, x):\n    out = model(x)\n    return out" in seen
 

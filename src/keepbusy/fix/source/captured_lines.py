@@ -669,7 +669,8 @@ def _goes_back(
     for one in following:
         parts = [part for node in one.nodes for part in ast.walk(node)]
         attributes = [part for part in parts if isinstance(part, ast.Attribute)]
-        looked_into = {id(part.value) for part in attributes if part.attr in _WITHOUT_GRADIENT}
+        ends = [part.value for part in attributes if part.attr in _WITHOUT_GRADIENT]
+        looked_into = {id(inner) for end in ends for inner in ast.walk(end)}
         read = {part.id for part in parts if isinstance(part, ast.Name) and id(part) not in looked_into}
         if read & of_results:
             uses = _Uses(one.nodes)
