@@ -464,9 +464,10 @@ def test_rare_steps_that_take_far_longer_may_stand_apart() -> None:
     for step in range(900):
         long.step()
         for _ in range(200 if step % 100 == 50 else 1):
-            long.work(20).launch(kernel=10)
+            long.work(20)
+        long.launch(kernel=10)
     whole = whole_steps(long.timeline())
-    rare, count = rare_steps(whole, most_rows=len(whole) // 4) or (None, 0)  # what is rare is most of the run
+    rare, count = rare_steps(whole, most_rows=len(whole) // 8) or (None, 0)  # what is rare is most of the run
     assert (count, rare and steps_of(rare)) == (9, 4)
     often = Run.of()
     for step in range(100):

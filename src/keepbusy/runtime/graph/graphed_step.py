@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -773,7 +773,7 @@ def warm_up(optimizer: Optimizer, stream: torch.cuda.Stream) -> None:
             weight.grad = torch.zeros_like(weight)
         twin.param_groups.append(group | {"params": weights})
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), suppress(Exception):  # a capture that fails then says so itself
         getattr(kind.step, "__wrapped__", kind.step)(twin)  # without hooks
     torch.cuda.current_stream().wait_stream(stream)
 
