@@ -109,10 +109,11 @@ class LiftedLines:
         return {one.first for one in (*self.captured, *self.before, *self.after)}
 
 
-class CapturedSource(NamedTuple):  # noqa: D101
+class CapturedSource(NamedTuple):
+    """The source with graphs, and how much the largest of them holds of an iteration's launches."""
+
     module: cst.Module
     launches: int
-    """Of an iteration, those that graphs hold and that belong together: of the largest one."""
 
 
 def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> CapturedSource | None:
@@ -568,7 +569,8 @@ class _Function:
         region.given, region.made = sorted({*given, *lacking}, key=order.index), made
         going_back = [one for one in region.captured if "backward" in _Uses(one.nodes).called]
         gone_back = {name for one in going_back for name in _Uses(one.nodes).loads}
-        region.values = {name for name in {*made} - gone_back if self._is_asked_values(name, inside)}
+        plain = {name for one in region.captured for name in _Uses(one.nodes).stores if _is_plain(one)}
+        region.values = {name for name in {*made} - gone_back - plain if self._is_asked_values(name, inside)}
         return True
 
     def _is_asked_values(self, name: str, inside: Set[int]) -> bool:
@@ -678,6 +680,11 @@ def _goes_back(
                 return True
             of_results |= {*uses.stores}
     return False
+
+
+def _is_plain(statement: Statement) -> bool:
+    """Whether it launches nothing of itself, and so may be about arrays of the host."""
+    return _Uses(statement.nodes).called <= _HARMLESS
 
 
 def _is_load(node: ast.Name) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
@@ -31,15 +30,14 @@ _WITHOUT_EFFECT = {
     *("mean", "sum", "max", "min", "amax", "amin", "abs", "norm", "argmax", "argmin", "std", "var", "median", "topk"),
     *("eq", "ne", "gt", "ge", "lt", "le", "isfinite", "isnan", "any", "all", "where", "clamp", "round", "stack", "cat"),
     *("exp", "log", "log10", "sqrt", "square", "pow", "sigmoid", "softmax", "log_softmax", "relu", "tanh", "cosine"),
-    *("float", "double", "half", "long", "int", "bool", "type_as", "detach", "clone", "view", "view_as", "reshape"),
-    *("squeeze", "unsqueeze", "flatten", "size", "numel", "len", "t", "expand_as", "mse_loss", "cross_entropy"),
+    *("clone", "size", "numel", "len", "mse_loss", "cross_entropy"),
 }
-"""Of functions on tensors, and of methods: those that do nothing but compute."""
+"""Of functions on tensors, and of methods: those that do nothing but compute something new."""
 _MAY_SHARE = {
     *("float", "double", "half", "long", "int", "bool", "type_as", "detach", "view", "view_as", "reshape", "squeeze"),
     *("unsqueeze", "flatten", "expand_as", "t"),
 }
-"""Of these, methods whose result may share its memory with the tensor."""
+"""Methods whose result may share its memory with the tensor: what follows might write to it before it is read."""
 
 
 class SplitReads(NamedTuple):
@@ -54,10 +52,11 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
     """None if nothing can be split."""
     own = wrapper.module.code
     tree = ast.parse(own)
-    stored = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
-    names = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
-    again = {name for name, count in stored.items() if count > 1}
-    split = _Split(frozenset(lines.staying), dict(lines.launching), again, names)
+    names = [one for one in ast.walk(tree) if isinstance(one, ast.Name)]
+    launching = dict(lines.launching)
+    elsewhere = {one.id for one in names if isinstance(one.ctx, ast.Store) and one.lineno not in launching}
+    computed = {one.id for one in names if isinstance(one.ctx, ast.Store)} - elsewhere
+    split = _Split(frozenset(lines.staying), launching, computed, {one.id for one in names})
     module = wrapper.visit(split)
     if not split.names and not split.arriving:
         return None
@@ -85,10 +84,11 @@ class _Split(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
     def __init__(
-        self, staying: frozenset[int], launching: Mapping[int, int], stored_again: set[str], taken: set[str]
+        self, staying: frozenset[int], launching: Mapping[int, int], computed: set[str], taken: set[str]
     ) -> None:
+        """`computed`: names of what only statements that launch have stored; others may be arrays of the host."""
         super().__init__()
-        self._staying, self._launching, self._stored_again, self._taken = staying, launching, stored_again, taken
+        self._staying, self._launching, self._computed, self._taken = staying, launching, computed, taken
         self.arriving: dict[str, int] = {}
         """Names of what is copied to the GPU in front, and how much the statement launches."""
         self.names: list[str] = []
@@ -124,7 +124,7 @@ class _Split(cst.CSTTransformer):
     def _parts(self, statement: cst.SimpleStatementLine) -> Sequence[cst.BaseStatement]:
         if not _is_in_any_case(statement):
             return [statement]
-        reads = _Reads(self._stored_again)
+        reads = _Reads(self._computed)
         read = cst.ensure_type(statement.visit(reads), cst.SimpleStatementLine)
         is_plain = len(statement.body) == 1 and isinstance(
             statement.body[0], cst.Assign | cst.AugAssign | cst.Expr | cst.AnnAssign
@@ -135,7 +135,7 @@ class _Split(cst.CSTTransformer):
         self.names += names
         read = cst.ensure_type(read.visit(_Named(names)), cst.SimpleStatementLine)
         kept = [
-            cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], _kept(one))])
+            cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], one)])
             for name, one in zip(names, reads.found, strict=True)
         ]
         kept[0] = kept[0].with_changes(leading_lines=statement.leading_lines)
@@ -184,9 +184,9 @@ class _Copies(cst.CSTTransformer):
 class _Reads(cst.CSTTransformer):
     """Finds what is read, outermost first, and puts a name in its place."""
 
-    def __init__(self, stored_again: set[str]) -> None:
+    def __init__(self, computed: set[str]) -> None:
         super().__init__()
-        self._stored_again = stored_again
+        self._computed = computed
         self.found: list[cst.BaseExpression] = []
 
     def visit_Call(self, node: cst.Call) -> bool:  # noqa: N802
@@ -212,12 +212,12 @@ class _Reads(cst.CSTTransformer):
         return None
 
     def _may_be_kept(self, value: cst.BaseExpression) -> bool:
-        if isinstance(value, cst.Name):
-            return value.value in self._stored_again
-        if isinstance(value, cst.Attribute):  # a weight, which the optimizer writes to
-            return not _calls_of(value)
+        """Whether it is computed anew, of what was computed on the GPU."""
+        match value:
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))) if name in _MAY_SHARE:
+                return False
         calls = _calls_of(value)
-        return bool(calls) and calls <= _WITHOUT_EFFECT
+        return bool(calls) and calls <= _WITHOUT_EFFECT | _MAY_SHARE and bool(_names_in(value) & self._computed)
 
 
 class _Named(cst.CSTTransformer):
@@ -242,6 +242,11 @@ def _calls_of(value: cst.CSTNode) -> set[str]:
     return found
 
 
+def _names_in(value: cst.CSTNode) -> set[str]:
+    own = {value.value} if isinstance(value, cst.Name) else set[str]()
+    return own.union(*map(_names_in, value.children))
+
+
 def _is_in_any_case(statement: cst.CSTNode) -> bool:
     """Whether all that stands in it is computed once, and in any case."""
     kinds = (cst.Lambda, cst.BaseComp, cst.IfExp, cst.BooleanOperation, cst.NamedExpr, cst.Await, cst.Yield)
@@ -255,20 +260,3 @@ def _target(statement: cst.SimpleStatementLine) -> str:
         case cst.AugAssign(target=cst.Name(value=name)) | cst.AnnAssign(target=cst.Name(value=name)):
             return name
     return "value"
-
-
-def _kept(value: cst.BaseExpression) -> cst.BaseExpression:
-    """The value itself, or a copy of what may be written to later."""
-    if not _may_be_written_to(value):
-        return value
-    return cst.Call(cst.Attribute(cst.Call(cst.Attribute(value, cst.Name("detach"))), cst.Name("clone")))
-
-
-def _may_be_written_to(value: cst.BaseExpression) -> bool:
-    """Whether its memory may be that of something else."""
-    match value:
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value=name))):
-            return name in _MAY_SHARE
-        case cst.BinaryOperation() | cst.Comparison() | cst.UnaryOperation():
-            return False
-    return True
