@@ -1,6 +1,6 @@
 """`pytest --keepbusy`: tests that say how often they may wait for the GPU, on a virtual one where there is none.
 
-    @pytest.mark.keepbusy(max_syncs=1, max_wait="2ms", min_overlap=0.9, max_memory="12GB")
+    @pytest.mark.keepbusy(max_syncs=1, max_races=0, max_wait="2ms", min_overlap=0.9, max_memory="12GB")
     def test_step(gpu): ...
 
 Without `--keepbusy` nothing is measured, and nothing is imported unless a test asks for `gpu`.
@@ -20,9 +20,10 @@ import pytest
 
 if TYPE_CHECKING:
     from keepbusy.fix.gate.guard import Wait
+    from keepbusy.timeline.races import DataRace
 
-_LIMITS = ("max_syncs", "max_blocking_copies", "max_wait", "min_overlap", "max_memory", "allow")
-_MARK = f"keepbusy({', '.join(_LIMITS)}): limits for waits for the GPU, their time, overlap of copies, and memory"
+_LIMITS = ("max_syncs", "max_blocking_copies", "max_races", "max_wait", "min_overlap", "max_memory", "allow")
+_MARK = f"keepbusy({', '.join(_LIMITS)}): limits for waits for the GPU, data races, overlap of copies, and memory"
 _PROPERTY = "keepbusy"
 _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MEASURE = re.compile(r"^\s*([0-9.]+)\s*([A-Za-zµ]+)\s*$")
@@ -182,6 +183,7 @@ class TestMeasure:
         self._torch.cuda.reset_peak_memory_stats()
         self._memory = self._torch.cuda.memory_allocated()
         self._began = self._machine.clock.now() if self._machine is not None else 0
+        self._races_before = self._races()
         self._stack = ExitStack()
         self._stack.enter_context(self._guard)
 
@@ -207,10 +209,31 @@ class TestMeasure:
                 yield f"{_several(found[name], name)}, where max_{name}={limit}"
         if "max_wait" in limits and wait > measure(limits["max_wait"], NANOSECONDS):
             yield f"Python waited for {duration(wait)}, where max_wait={limits['max_wait']!r}"
+        if "max_races" in limits:
+            yield from self._raced(limits["max_races"])
         if "max_memory" in limits and self._peak > measure(limits["max_memory"], _SIZES):
             yield f"{amount(self._peak)} of the GPU's memory, where max_memory={limits['max_memory']!r}"
         if "min_overlap" in limits:
             yield from self._exposed(limits["min_overlap"])
+
+    def _races(self) -> tuple[DataRace, ...]:
+        """All that the virtual GPU has found so far."""
+        found: tuple[DataRace, ...] = self._machine.races() if self._machine is not None else ()
+        return found
+
+    def _raced(self, most: int) -> Generator[str]:
+        """Uses of memory that nothing orders. Only the virtual GPU knows."""
+        if self._machine is None:
+            yield "max_races cannot be measured on a real GPU; run this test where there is none"
+            return
+        from keepbusy.report.race_words import paragraph
+
+        times = {(one.kind, one.first, one.second): one.times for one in self._races_before}
+        new = [one for one in self._races() if one.times > times.get((one.kind, one.first, one.second), 0)]
+        if len(new) > most:
+            yield f"{len(new)} data race{'' if len(new) == 1 else 's'}, where max_races={most}"
+            for race in new:
+                yield from paragraph(race)
 
     def _exposed(self, least: float) -> Generator[str]:
         """Which share of the copies' time the GPU computed beside them. Only the virtual GPU knows."""

@@ -122,6 +122,7 @@ FLAGS = {
     "check": {
         "--max-syncs": ("N", None, None),
         "--max-blocking-copies": ("N", None, None),
+        "--races": (None, 0, False),
         "--allow": ("'PLACE: REASON'", None, []),
         "--junit": ("FILE.xml", None, None),
         "--sarif": ("FILE", None, None),

@@ -31,7 +31,7 @@ ROOMS = {
         {"numpy", "rich"},
     ),
     "fix": (
-        {"instrument", "runtime", "timeline", "explain", "report.source", "report.exports"},
+        {"instrument", "runtime", "timeline", "explain", "report.source", "report.exports", "report.race_words"},
         {"torch", "libcst", "numpy"},
     ),
     "runtime": ({"timeline.files"}, {"torch"}),
@@ -165,16 +165,16 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 702,
-    "timeline": 3120,
+    "timeline": 3156,
     "traces": 2420,
     "instrument": 3726,
     "log": 3315,
-    "virtual": 9267,
-    "explain": 5037,
-    "report": 3379,
+    "virtual": 10060,
+    "explain": 5041,
+    "report": 3454,
     "runtime": 7088,
-    "cli": 3969,
-    "fix": 3525,
+    "cli": 3980,
+    "fix": 3563,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

@@ -1,5 +1,7 @@
 """Count how often Python waits for the GPU in a step, on a machine without one, and fail where that is too often.
 
+With --races: find uses of the same memory that no order of streams, events or syncs separates, and fail on them.
+
 Every place counts, also one that costs nothing today. PROGRAM is a script, run on a virtual GPU with a modelled
 clock, so that two checks say the same; or a saved run.busy.
 """
@@ -37,6 +39,7 @@ examples:
   keepbusy check train.py --steps 20
   keepbusy check --max-syncs 1 --max-blocking-copies 0 train.py --steps 20
   keepbusy check --allow "train.py:42: read once an epoch" train.py
+  keepbusy check --races train.py
   keepbusy check --junit keepbusy.xml --github train.py
   keepbusy check --sarif keepbusy.sarif train.py
   keepbusy check run.busy
@@ -54,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-blocking-copies", type=times, metavar="N", help="so many copies that Python waits for may be in a step"
     )
+    parser.add_argument("--races", action="store_true", help="fail on data races between streams, too")
     parser.add_argument(
         "--allow",
         action="append",
@@ -77,8 +81,15 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         check_place(path)
     AllowList(options.allow)  # what is wrong with it is said before the program runs
     asked = (options.max_syncs, options.max_blocking_copies)
-    syncs, copies = (0, 0) if asked == (None, None) else asked
-    found = tally.GateVerdict(tally.tally(_timeline(options), options.allow), {SYNC: syncs, BLOCKING_COPY: copies})
+    syncs, copies = (0, 0) if asked == (None, None) and not options.races else asked
+    timeline = _timeline(options)
+    if options.races and not timeline.facts.virtual:
+        raise BadInput(
+            f"{options.program[0]} was recorded on a real GPU, which does not say who uses which memory; "
+            "--races needs a run on a virtual one."
+        )
+    counted = tally.tally(timeline, options.allow)
+    found = tally.GateVerdict(counted, {SYNC: syncs, BLOCKING_COPY: copies}, options.races)
     for render, path in files.items():
         if path:
             write_whole(path, render(found))

@@ -118,6 +118,7 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
         run=facts.run,
         one_turn=not step,
         cut_short=facts.cut_short,
+        races=facts.races,
         stretches=_stretches(timeline),
     )
     return replace(told, plan=plan_of_run(told, facts.loaders))
@@ -149,6 +150,7 @@ def _explained(
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
         cut_short=timeline.facts.cut_short,
+        races=timeline.facts.races,
         stretches=_stretches(timeline),
         is_modelled=timeline.facts.modelled,
         plan=plan,

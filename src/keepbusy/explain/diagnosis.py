@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keepbusy.timeline.model import NONE, Floats, Ints, Mask, Timeline
+from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.replay import at_work_from
 from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun
 
@@ -344,6 +345,7 @@ class Diagnosis:
     loop: str = ""  # whose turns the steps are, where the run's tree knows it: file:line
     loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
     cut_short: CutShort | None = None  # what ended the run before its own end
+    races: tuple[DataRace, ...] = ()  # uses of memory that nothing orders, where the run was virtual
     stretches: tuple[int, ...] = ()  # the median step of each of some equal parts of the run, in their order
     is_modelled: bool = False  # its times are the same in every run
     turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them

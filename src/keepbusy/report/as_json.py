@@ -11,10 +11,11 @@ from typing import Any
 
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, Where
-from keepbusy.report import verdict, words
+from keepbusy.report import race_words, verdict, words
 from keepbusy.report.run_report import PlanRow, planned_rows
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
+from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun
 
 VERSION = 2
@@ -65,6 +66,7 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
         "cluster": _cluster(diagnosis.cluster) if diagnosis.cluster else None,
         "cut_short": _cut_short(diagnosis.cut_short) if diagnosis.cut_short else None,
+        "races": [_race(one) for one in diagnosis.races],
     }
 
 
@@ -207,6 +209,12 @@ def _plain_run(rank: int, run: PlainRun) -> dict[str, Any]:
             **{name: [*map(_known, getattr(run.course, name))] for name in ("step", "longest", "lead")},
         },
     }
+
+
+def _race(race: DataRace) -> dict[str, Any]:
+    first, second = (_same(use, "place", "writes", "stream") for use in (race.first, race.second))
+    said = {"sentence": race_words.sentence(race), "remedy": race_words.remedy(race)}
+    return {**_same(race, "kind", "size", "times"), "first": first, "second": second, **said}
 
 
 def _cut_short(ended: CutShort) -> dict[str, Any]:

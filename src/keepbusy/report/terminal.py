@@ -23,7 +23,7 @@ from keepbusy.explain.diagnosis import (
     Diagnosis,
     Prediction,
 )
-from keepbusy.report import run_report, verdict, words
+from keepbusy.report import race_words, run_report, verdict, words
 from keepbusy.report.paper import (
     BROKEN,
     FAINT,
@@ -69,9 +69,12 @@ def parts(
     commands: verdict.Commands = verdict.Commands(),  # noqa: B008
 ) -> Iterator[RenderableType]:
     """The report's paragraphs, from top to bottom."""
-    yield from verdict.cut_short(diagnosis, width)
+    yield from verdict.broken(run_report.cut_short(diagnosis), width)
     yield verdict.header(diagnosis, width)
     yield _BLANK
+    for race in diagnosis.races:
+        yield from map(line, race_words.paragraph(race))
+        yield _BLANK
     yield line((verdict.statement(diagnosis), STRONG))
     yield _BLANK
     if diagnosis.cluster is not None:

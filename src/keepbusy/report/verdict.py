@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
-from keepbusy.report import run_report, words
+from keepbusy.report import race_words, run_report, words
 from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_END, laid_out, link_to
 from keepbusy.report.run_report import PlanRow
 from keepbusy.report.source import source_of
@@ -73,7 +73,7 @@ def render_fixed(
     """Of a run with fixes: what it was, and what they did. A plan of what is left is that of the next plain run."""
     width = min(width, WIDTH)
     why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
-    first = [*cut_short(diagnosis, width), header(diagnosis, width), Text(), *why, Text()]
+    first = [*alarms(diagnosis, width), header(diagnosis, width), Text(), *why, Text()]
     below = next_commands(commands, width, side_by_side=True)
     return laid_out([*first, *map(Text, fixed), Text(), *below], WITHOUT_END, colour, unicode, links=colour)
 
@@ -81,7 +81,7 @@ def render_fixed(
 def lines(diagnosis: Diagnosis, commands: Commands, width: int) -> list[Text]:
     """One text a line. If there are too many, fewer fixes are listed, and commands stand side by side."""
     rows = run_report.planned_rows(diagnosis)
-    first = [*cut_short(diagnosis, width), header(diagnosis, width)]
+    first = [*alarms(diagnosis, width), header(diagnosis, width)]
     why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
     without_fixes = commands._replace(fix_now="", write_fix="")
     if diagnosis.cut_short is not None:  # it would fail again
@@ -97,9 +97,14 @@ def lines(diagnosis: Diagnosis, commands: Commands, width: int) -> list[Text]:
     return whole
 
 
-def cut_short(diagnosis: Diagnosis, width: int) -> list[Text]:
-    """Above all else: that the program did not come to its end."""
-    return [Text(line, BROKEN) for line in textwrap.wrap(run_report.cut_short(diagnosis), width)]
+def alarms(diagnosis: Diagnosis, width: int) -> list[Text]:
+    """Above all else: that the program did not come to its end, or that its results depend on who is faster."""
+    sentences = (run_report.cut_short(diagnosis), race_words.in_short(diagnosis.races))
+    return [text for sentence in sentences for text in broken(sentence, width)]
+
+
+def broken(sentence: str, width: int) -> list[Text]:
+    return [Text(line, BROKEN) for line in textwrap.wrap(sentence, width)]
 
 
 def header(diagnosis: Diagnosis, width: int) -> Text:
@@ -354,5 +359,6 @@ def summary(diagnosis: Diagnosis) -> Summary:
         elif row.fix.loop and row.run_after != NONE:
             headline = f"{transition(*of_all)} for the run"
     first = header(diagnosis, WITHOUT_END).plain.removeprefix("keepbusy · ")
-    why = f"{run_report.cut_short(diagnosis)} {statement(diagnosis)}".strip()
+    alarming = (run_report.cut_short(diagnosis), race_words.in_short(diagnosis.races))
+    why = " ".join(filter(None, (*alarming, statement(diagnosis))))
     return Summary(first, headline, largest, why, items, _total(diagnosis, rows))

@@ -82,6 +82,7 @@ def _joined_facts(each: Sequence[RunFacts], ranks: Sequence[int], turns: int) ->
         loaders=tuple(sorted(loaders, key=lambda use: use.began - use.waited)),
         uneven=tuple(uneven_loops(trees)),
         cut_short=min(ended, key=lambda one: (one.how != "failed", one.ended), default=None),  # the others follow it
+        races=tuple(dict.fromkeys(race for facts in each for race in facts.races)),
         notes=(*each[0].notes, *where_ranks_differ(trees)),
         loop=each[0].loop if turns else "",
         beside=tuple(sorted({number for facts in each for number in facts.beside if number < turns - 1})),

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from keepbusy.timeline.files import typed
+from keepbusy.timeline.races import DataRace
 
 NONE = -1
 """What nobody knows, or what is not there."""
@@ -84,6 +85,7 @@ class RunFacts:
     first_steps: int = 0  # of a virtual run, that are not like those that follow, and are no longer marked
     loop: str = ""  # the one whose turns are the steps, where the run's tree of loops tells: file:line
     beside: tuple[int, ...] = ()  # of each rank's marks, by number, those that begin no turn: what follows lies beside
+    races: tuple[DataRace, ...] = ()  # of a virtual run: uses of memory that nothing orders
     cut_short: CutShort | None = None  # None where the program came to its end
 
     @property

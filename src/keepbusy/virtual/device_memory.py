@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from keepbusy.timeline.model import Ints
+from keepbusy.virtual.accesses import Accesses, Use
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.lanes import HostThread, Moment
 
@@ -36,7 +37,7 @@ PoolId: TypeAlias = tuple[int, int]
 class Block:
     """A part of a segment. Free ones lie in their pool's list."""
 
-    __slots__ = ("address", "after", "before", "device", "free", "pool", "requested", "size", "stream", "users")
+    __slots__ = ("address", "after", "before", "device", "free", "pool", "requested", "size", "stream", "users", "uses")
 
     def __init__(self, device: int, stream: int, address: int, size: int, pool: Pool) -> None:
         self.device, self.stream, self.address, self.size, self.pool = device, stream, address, size, pool
@@ -44,7 +45,8 @@ class Block:
         self.free = True
         self.before: Block | None = None
         self.after: Block | None = None
-        self.users: set[int] | None = None  # other streams that use it
+        self.users: set[int] | None = None  # other streams that use it, as `record_stream` said
+        self.uses: list[Use] = []  # see `Accesses`
 
     @property
     def split(self) -> bool:
@@ -235,6 +237,7 @@ class Memory:
 
     def __init__(self, clock: Clock, devices: int = 1) -> None:
         self.clock = clock
+        self.accesses = Accesses(clock.order)
         self.size = clock.device.memory.size
         self._devices = [_DeviceBlocks(device) for device in range(devices)]
         self._freed: deque[Block] = deque()
@@ -266,6 +269,7 @@ class Memory:
                 block.pool.add(rest)
             block.free = False
             block.requested = size
+            self.accesses.take(block)
             self._note(host, block, 1)
             return block
 
@@ -408,6 +412,7 @@ class Memory:
 
     def _return(self, block: Block) -> None:
         """To its pool, as one block with its free neighbours."""
+        self.accesses.free(block)
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from keepbusy.instrument.lines import Places
 from keepbusy.instrument.run_loops import RunLoops
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
+from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import allocator_settings
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.lanes import NOISE_LIMIT, HostThread
@@ -28,7 +29,9 @@ from keepbusy.virtual.clock.real_time import HostTime, Onlooker, UncountedWork
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.device_memory import Block, Memory, OutOfMemory
-from keepbusy.virtual.pytorch.tensors import VALUES, Pages, to_device, to_host
+from keepbusy.virtual.found_races import FoundRaces
+from keepbusy.virtual.pytorch.backward_streams import ForwardStreams
+from keepbusy.virtual.pytorch.tensors import VALUES, Pages, is_pinned, tensors_in, to_device, to_host
 
 if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.cuda_graphs import Recording
@@ -118,6 +121,7 @@ class Machine:
         self._memory: dict[int, _DeviceMemory] = {}  # all there is, by address
         self._shadowed: dict[int, _DeviceMemory] = {}  # by identity, where other memory has got the same address
         self.recording: Recording | None = None  # of the capture under way, where values are computed
+        self.forward_streams = ForwardStreams()
         self.notes: list[str] | None = []  # what the report must say; None, as in tests: a failure is raised instead
 
     def start(self, device: Device, devices: int, rank: int, measured: bool) -> None:
@@ -185,13 +189,18 @@ class Machine:
 
     def stream(self, device: int, host: HostThread | None = None) -> int:
         """The current one of a device, for the calling thread."""
-        chosen = (host or self.clock.host()).chosen_streams.get(device)
+        host = host or self.clock.host()
+        chosen = host.chosen_streams.get(device)
+        if host.backward_pass is not None:
+            chosen = host.backward_pass.stream(device, chosen)
         return self.clock.default_stream(device) if chosen is None else chosen
 
     def choose_stream(self, device: int, stream: int | None) -> int | None:
         """Make a stream the current one of a device (None: the default one); returns the one before."""
         chosen = self.clock.host().chosen_streams
         before = chosen.pop(device, None)
+        stream = None if stream == self.clock.default_stream(device) else stream
+        self.forward_streams.choose(device, stream)
         if stream is not None:
             chosen[device] = stream
         return before
@@ -284,6 +293,28 @@ class Machine:
             return read(to_host(seen.data) if seen.is_cuda else seen)
         finally:
             host.resume()
+
+    # who uses which memory
+
+    def use(self, read: Iterable[Any], written: Iterable[Any], stream: int, place: int) -> None:
+        """A command is launched that reads and writes these tensors: of the device, or pinned ones."""
+        number = self.clock.order.command(stream)
+        for tensors, writes in ((read, False), (written, True)):
+            for tensor in tensors_in(tensors):
+                self.use_one(tensor, writes, stream, number, place)
+
+    def use_one(self, tensor: Tensor, writes: bool, stream: int, number: int, place: int) -> None:
+        if tensor.layout is not torch.strided or not tensor.is_cuda:
+            if is_pinned(tensor) and tensor.numel():
+                self.memory.accesses.use_pinned(tensor, writes, stream, number, place)
+            return
+        begin = tensor.data_ptr()
+        memory, offset = self._memory.get(begin), 0
+        if memory is None:
+            address = tensor.untyped_storage().data_ptr()
+            memory, offset = self._memory.get(address), begin - address
+        if memory is not None and memory.block is not None and tensor.numel():
+            self.memory.accesses.use_block(memory.block, tensor, offset, writes, stream, number, place)
 
     # memory
 
@@ -394,6 +425,10 @@ class Machine:
         lane, wires = self.clock.first_thread.lane, self.clock.wires
         return self.loops.told(whole, self.places.lines, lane, wires, self.clock.rows.announced)
 
+    def races(self) -> tuple[DataRace, ...]:
+        """Uses of memory that nothing orders, so far."""
+        return FoundRaces(self.clock, self.places.lines).all(self.memory.accesses)
+
     def facts(self) -> dict[str, Any]:
         """As `RunFacts` has them."""
         return {
@@ -401,6 +436,7 @@ class Machine:
             "allocator": allocator_settings(),
             "modelled": not self._options[-1],
             "compiled_eagerly": self.compiled_eagerly,
+            "races": self.races(),
             "notes": (*dict.fromkeys(self.notes or ()), *([_EAGER] if self.compiled_eagerly else [])),
         }
 
@@ -418,10 +454,12 @@ class DeviceCall:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> int:
+        """The place of the call."""
         host, place = MACHINE.pause_at()
         MACHINE.clock.begin(self._name, place)
         host.resume()
+        return place
 
     def __exit__(self, *error: object) -> None:
         MACHINE.clock.end()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from keepbusy.timeline.files import BadInput
 
-SYNC, BLOCKING_COPY = "sync", "blocking copy"
+SYNC, BLOCKING_COPY, RACE = "sync", "blocking copy", "data race"
 PLURALS = {SYNC: "syncs", BLOCKING_COPY: "blocking copies"}
 
 

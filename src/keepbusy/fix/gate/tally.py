@@ -17,13 +17,15 @@ from keepbusy.explain.causes import Scene
 from keepbusy.explain.diagnosis import Where
 from keepbusy.explain.ledger import covered
 from keepbusy.explain.remedies import by_place
-from keepbusy.fix.gate import BLOCKING_COPY, PLURALS, SYNC, AllowList, several
+from keepbusy.fix.gate import BLOCKING_COPY, PLURALS, RACE, SYNC, AllowList, several
+from keepbusy.report import race_words
 from keepbusy.report.exports import lines_of, sarif_document
 from keepbusy.report.source import source_of
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import NONE, Ints, Kind, Timeline
+from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import ran_nothing
 from keepbusy.timeline.steps import whole_steps
 
@@ -55,6 +57,7 @@ class WaitTally:
     one_turn: bool  # a script without steps, which counts as one
     modelled: bool
     places: tuple[CountedPlace, ...]  # the most frequent first
+    races: tuple[DataRace, ...]  # but for those that are allowed
     counts: tuple[tuple[str, tuple[int, ...]], ...]  # of each kind, what is not allowed: how many in each step
 
     def most(self, kind: str) -> int:
@@ -93,7 +96,15 @@ def tally(timeline: Timeline, allow: Sequence[str] = ()) -> WaitTally:
         counts.append((kind, tuple(sums.max(axis=0).tolist())))
     places.sort(key=lambda place: (bool(place.reason), -place.total, str(place.where)))
     facts = whole.facts
-    return WaitTally(facts.source, facts.device, steps, facts.one_turn, facts.modelled, tuple(places), tuple(counts))
+    found = tuple(one for one in facts.races if not _is_allowed(one, allowed))
+    return WaitTally(
+        facts.source, facts.device, steps, facts.one_turn, facts.modelled, tuple(places), found, tuple(counts)
+    )
+
+
+def _is_allowed(race: DataRace, allowed: AllowList) -> bool:
+    lines = [Where.of(use.place) for use in (race.first, race.second)]
+    return bool(allowed.reason((where.file, where.line, "") for where in lines))
 
 
 def hidden_share(timeline: Timeline, since: int) -> float | None:
@@ -146,11 +157,18 @@ class GateVerdict:
 
     tally: WaitTally
     limits: Mapping[str, int | None]
+    refuses_races: bool = False
 
     @property
     def over(self) -> list[str]:
         """The kinds of which there are too many."""
-        return [kind for kind, limit in self.limits.items() if limit is not None and self.tally.most(kind) > limit]
+        over = [kind for kind, limit in self.limits.items() if limit is not None and self.tally.most(kind) > limit]
+        return over + [RACE] * bool(self.races)
+
+    @property
+    def races(self) -> tuple[DataRace, ...]:
+        """That count."""
+        return self.tally.races if self.refuses_races else ()
 
     def sentence(self, kind: str) -> str:
         limit, most = self.limits[kind], self.tally.most(kind)
@@ -172,6 +190,11 @@ def text(verdict: GateVerdict) -> str:
     for kind in verdict.limits:
         mark = "too many" if kind in verdict.over else "fine" if verdict.limits[kind] is not None else "counted"
         lines.append(f"{mark:<11}{verdict.sentence(kind)}")
+    if verdict.refuses_races:
+        number = len(tally.races)
+        lines.append(f"{'too many' if number else 'fine':<11}{number or 'no'} data race{'' if number == 1 else 's'}")
+    for race in verdict.races:
+        lines += ["", *race_words.paragraph(race)]
     blamed = verdict.blamed()
     others = [one for one in tally.places if one not in blamed]
     for one in (*blamed, *others)[:_SHOWN]:
@@ -205,12 +228,18 @@ def _count(verdict: GateVerdict, place: CountedPlace) -> str:
 def github(verdict: GateVerdict) -> str:
     """GitHub's workflow commands: an error at each line that is too many, a notice at the others."""
     blamed = verdict.blamed()
-    return "\n".join(
-        f"::{'error' if one in blamed else 'notice'} {_place_of(one)}title=keepbusy: {one.kind}::"
+    raced = [
+        f"::error {_place_of(Where.of(race.at))}title=keepbusy: {RACE}::"
+        f"{_escaped(f'{race_words.sentence(race)} {race_words.remedy(race)}')}"
+        for race in verdict.races
+    ]
+    waiting = [
+        f"::{'error' if one in blamed else 'notice'} {_place_of(one.where)}title=keepbusy: {one.kind}::"
         f"{_message(verdict, one)}"
         for one in verdict.tally.places
         if not one.reason
-    )
+    ]
+    return "\n".join(raced + waiting)
 
 
 def new_waits(before: WaitTally, after: WaitTally) -> list[str]:
@@ -236,12 +265,12 @@ def _by_function(tally: WaitTally) -> dict[tuple[str, str, str], list[CountedPla
     return found
 
 
-def _place_of(place: CountedPlace) -> str:
+def _place_of(where: Where) -> str:
     """As a path below the folder that GitHub knows."""
-    if not place.where.file:
+    if not where.file:
         return ""
-    path = os.path.relpath(place.where.file, os.environ.get("GITHUB_WORKSPACE") or None)
-    return f"file={_escaped(path)},line={place.where.line},"
+    path = os.path.relpath(where.file, os.environ.get("GITHUB_WORKSPACE") or None)
+    return f"file={_escaped(path)},line={where.line},"
 
 
 def _message(verdict: GateVerdict, place: CountedPlace) -> str:
@@ -256,10 +285,11 @@ def _escaped(text: str) -> str:
 def junit(verdict: GateVerdict) -> str:
     """A test case for each limit, which fails with its lines."""
     limits = [kind for kind, limit in verdict.limits.items() if limit is not None]
+    tests = len(limits) + verdict.refuses_races
     name = quoteattr(f"keepbusy check {verdict.tally.source}")
     lines = [
         '<?xml version="1.0" encoding="utf-8"?>',
-        f'<testsuites><testsuite name={name} tests="{len(limits)}" failures="{len(verdict.over)}" errors="0">',
+        f'<testsuites><testsuite name={name} tests="{tests}" failures="{len(verdict.over)}" errors="0">',
     ]
     for kind in limits:
         case = f"<testcase classname={name} name={quoteattr(PLURALS[kind])}"
@@ -269,12 +299,20 @@ def junit(verdict: GateVerdict) -> str:
             lines.append(f"{case}><failure message={quoteattr(verdict.sentence(kind))}>{told}</failure></testcase>")
         else:
             lines.append(f"{case}><system-out>{told}</system-out></testcase>")
+    if verdict.refuses_races:
+        told = escape("\n\n".join("\n".join(race_words.paragraph(race)) for race in verdict.races))
+        failure = f'<failure message="{len(verdict.races)} data races">{told}</failure>' if told else ""
+        lines.append(f'<testcase classname={name} name="data races">{failure}</testcase>')
     return "\n".join([*lines, "</testsuite></testsuites>\n"])
 
 
 def sarif(verdict: GateVerdict) -> str:
     """An error at each line that is too many, a note at the others; what is allowed is suppressed, with its reason."""
     blamed, results = verdict.blamed(), []
+    for race in verdict.races:
+        if lines := lines_of(Where.of(race.at)):
+            text = f"{race_words.sentence(race)} {race_words.remedy(race)}"
+            results.append({"ruleId": RACE.replace(" ", "_"), "level": "error", "message": {"text": text}, **lines})
     for one in verdict.tally.places:
         if lines := lines_of(one.where):
             text = f"{_count(verdict, one)} ({one.where.operator}). In all {verdict.sentence(one.kind)}."

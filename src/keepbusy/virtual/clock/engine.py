@@ -33,6 +33,7 @@ from keepbusy.virtual.clock.lanes import (
     SharedDevice,
     StreamQueue,
 )
+from keepbusy.virtual.clock.order import StreamOrder
 from keepbusy.virtual.costs.device import Device
 
 _WORK, _LAUNCH, _SYNC, _ALLOCATE = int(Kind.WORK), int(Kind.LAUNCH), int(Kind.SYNC), int(Kind.ALLOCATE)
@@ -78,6 +79,7 @@ class Clock:
         """Makes what is raised where CUDA would return an error of this text and number."""
         self.rows = Rows(device.host.launch, device.queue.gap, device.queue.latency)
         self.lock = threading.RLock()
+        self.order = StreamOrder()
         self._real = real
 
         self.threads: dict[int, HostThread] = {}  # by Python's number; `host` adds those that are missing
@@ -437,6 +439,7 @@ class Clock:
             self._engines[engine] = (stream, row, line.tail)
             if blocks:
                 self._sync(host, waits_in, stream, line.tail)
+                self.order.host_waits(self.order.at(stream))
 
     def copy_to_peer(self, source: int, target: int, size: int) -> None:
         """From one device to another: in the order of both streams."""
@@ -447,6 +450,8 @@ class Clock:
                 self._capture(host, line, 0, Node(source, _COPY, _PEER_COPY, work, size))
                 return
             call = self._call(host, line, "cudaMemcpyPeerAsync", cost)
+            self.order.stream_waits(source, self.order.at(target))
+            self.order.stream_waits(target, self.order.at(source))
             line.wait_for(other.pending())
             row = self._command(line, call, _COPY, _PEER_COPY, work, size, int(Direction.DEVICE_TO_DEVICE))
             other.wait_for({source: (row, line.tail)})
@@ -460,7 +465,8 @@ class Clock:
             host.modelled_time += self.device.host.event
             until = line.until()
             reached = max(until, host.now + host.modelled_time + self._queue.latency)
-            return Moment(reached, until, line.pending(), graph, graph.reached(stream) if graph else {})
+            captured = graph.reached(stream) if graph else {}
+            return Moment(reached, until, line.pending(), graph, captured, self.order.at(stream))
 
     def wait(self, stream: int, moment: Moment) -> None:
         """What comes next in the stream starts after the moment. A stream that waits for a capture joins it."""
@@ -470,6 +476,7 @@ class Clock:
                 self._join(stream, moment)
             else:
                 self._streams[stream].wait_for(moment.awaited)
+                self.order.stream_waits(stream, moment.order)
 
     def query(self, moment: Moment) -> bool:
         """Whether the device has passed it."""
@@ -477,11 +484,17 @@ class Clock:
             host = self._arrive()
             self._touch("cudaEventQuery", moment)
             host.modelled_time += self.device.host.event
-            return moment.time <= host.now + host.modelled_time
+            return self._has_passed(moment, host.now + host.modelled_time)
 
     def passed(self, moment: Moment) -> bool:
         """The same, when nobody asks: it costs no time."""
-        return moment.time <= self.host().now
+        return self._has_passed(moment, self.host().now)
+
+    def _has_passed(self, moment: Moment, now: int) -> bool:
+        if moment.time <= now:
+            self.order.host_waits(moment.order)
+            return True
+        return False
 
     def idle(self, stream: int) -> bool:
         """Whether everything in the stream is done: `torch.cuda.Stream.query`."""
@@ -489,7 +502,10 @@ class Clock:
             host = self._arrive()
             self._refuse("cudaStreamQuery", self._captures.get(stream))
             host.modelled_time += self.device.host.event
-            return self._streams[stream].until() <= host.now + host.modelled_time
+            is_idle = self._streams[stream].until() <= host.now + host.modelled_time
+            if is_idle:
+                self.order.host_waits(self.order.at(stream))
+            return is_idle
 
     def elapsed(self, first: Moment, second: Moment) -> int:
         for moment in (first, second):
@@ -503,18 +519,23 @@ class Clock:
             host = self._arrive()
             self._touch("cudaEventSynchronize", moment)
             self._sync(host, "cudaEventSynchronize", NONE, moment.until, moment.awaited)
+            self.order.host_waits(moment.order)
 
     def sync_stream(self, stream: int) -> None:
         with self.lock:
             host, line = self._arrive(), self._streams[stream]
             self._refuse("cudaStreamSynchronize", self._captures.get(stream))
             self._sync(host, "cudaStreamSynchronize", stream, line.until(), line.awaited)
+            self.order.host_waits(self.order.at(stream))
 
     def sync_device(self, device: int = 0) -> None:
         with self.lock:
             host = self._arrive()
             self._refuse("cudaDeviceSynchronize", *self._captures.values())
             self._sync(host, "cudaDeviceSynchronize", *self._whole(device))
+            for one in self._streams.values():
+                if one.device == device:
+                    self.order.host_waits(self.order.at(one.lane))
 
     def allocate(self, name: str, work: int) -> None:
         """A call of the driver for memory: `cudaMalloc`, `cudaHostAlloc`."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from struct import Struct
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,10 @@ from keepbusy.timeline.model import (
     Timeline,
 )  # fmt: skip
 from keepbusy.timeline.run_facts import RunFacts
+from keepbusy.virtual.clock.order import Reached
+
+if TYPE_CHECKING:
+    from keepbusy.virtual.pytorch.backward_streams import BackwardStreams
 
 NOISE_LIMIT = 500_000
 """Nanoseconds. A stretch that is longer counts whole."""
@@ -65,8 +69,8 @@ class HostThread:
 
     __slots__ = (
         "_looked_after", "_open_lines", "_outer", "_recent", "_resume_time", "_rows",
-        "awaits_batch", "border_time", "chosen_streams", "depth", "frame", "in_backward", "in_library", "innermost",
-        "lane", "last", "looks", "marks", "modelled_time", "now", "pauses", "place", "real", "releases",
+        "awaits_batch", "backward_pass", "border_time", "chosen_streams", "depth", "frame", "in_backward", "in_library",
+        "innermost", "lane", "last", "looks", "marks", "modelled_time", "now", "pauses", "place", "real", "releases",
         "unwritten_time",
     )  # fmt: skip
 
@@ -102,6 +106,7 @@ class HostThread:
         self.looks = Counter[int]()  # where it went by, looked at now and then
         self.awaits_batch = False
         self.chosen_streams: dict[int, int] = {}  # of each device the one that this thread has chosen
+        self.backward_pass: BackwardStreams | None = None  # that is under way
         self._looked_after = NONE  # the row at whose end the program last looked at its clock
 
     # time
@@ -286,6 +291,7 @@ class Moment(NamedTuple):
     awaited: Awaited = _NOTHING  # the commands that it waits for
     graph: Graph | None = None  # the capture that it belongs to
     reached: Mapping[int, int] = MappingProxyType({})  # how many of its commands come before
+    order: Reached = MappingProxyType({})  # what comes before it, whatever the clock says
 
 
 BEGINNING = Moment(NEVER, NEVER)

@@ -82,6 +82,7 @@ class Event:
         self.moment = BEGINNING
         self.device: torch.device | None = None if device is None else torch.device("cuda", CURRENT.index(device))
         self._has_timing, self._is_external = enable_timing, external
+        self._made = MACHINE.clock.order.make(MACHINE.places.here())
 
     @property
     def cuda_event(self) -> int:
@@ -95,6 +96,7 @@ class Event:
         if self._is_external and stream.is_capturing():
             raise NotImplementedError("keepbusy's virtual GPU records no external events within CUDA graphs.")
         self.moment = MACHINE.clock.record(stream.lane)
+        MACHINE.clock.order.note_event(stream.lane, self._made)
 
     def wait(self, stream: Stream | None = None) -> None:
         (current_stream() if stream is None else stream).wait_event(self)
@@ -130,7 +132,10 @@ class Stream:
     def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Self:
         index = given.get("device_index", CURRENT.index(device))
         lane = given.get("stream_id")
-        return cls._of(index, MACHINE.clock.new_stream(index) if lane is None else lane, priority)
+        if lane is None:
+            lane = MACHINE.clock.new_stream(index)
+            MACHINE.clock.order.made[lane] = MACHINE.clock.order.make(MACHINE.places.here())
+        return cls._of(index, lane, priority)
 
     @classmethod
     def _of(cls, index: int, lane: int, priority: int = 0) -> Self:

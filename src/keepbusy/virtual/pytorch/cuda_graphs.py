@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -212,6 +212,7 @@ class CUDAGraph:
     _recording: Recording | None = None
     _stream: int | None = None
     _ready = False
+    _uses: Sequence[Any] = ()
     _tracker: Any = None
 
     def __new__(cls, keep_graph: bool = False) -> Self:
@@ -242,6 +243,7 @@ class CUDAGraph:
                 "on the default stream.)"
             )
         MACHINE.clock.capture(self._stream, capture_error_mode)
+        MACHINE.memory.accesses.begin_capture()
         self._pool = pool if pool and any(pool) else (next(_private_pools), 0)
         MACHINE.memory.capture(self._device, self._pool, MACHINE.clock.capturing)
         if VALUES.real:
@@ -267,6 +269,7 @@ class CUDAGraph:
             raise
         finally:
             MACHINE.memory.end_capture(self._device, self._pool)
+            self._uses = MACHINE.memory.accesses.end_capture()
             MACHINE.recording = None
             if self._recording is not None:
                 self._recording.end()
@@ -308,7 +311,8 @@ class CUDAGraph:
             self._tracker.check_alive(self.pool())
         if not self._ready:
             self._instantiate(graph)
-        with DeviceCall("cudaGraphLaunch"):
+        with DeviceCall("cudaGraphLaunch") as place:
+            MACHINE.memory.accesses.replay(self._uses, MACHINE.stream(self._device), place)
             if recording is not None:
                 recording.begin()
             MACHINE.clock.replay(graph, MACHINE.stream(self._device))
@@ -319,6 +323,7 @@ class CUDAGraph:
         if self._graph is not None and MACHINE is not None:  # Python takes modules apart before the last objects
             MACHINE.memory.forget(self._device, self._pool)
         self._graph = self._recording = self._tracker = None
+        self._uses = ()
         self._ready = False
         self._generators.clear()
 

@@ -39,7 +39,7 @@ from keepbusy.virtual.clock.real_time import HostTime
 from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.machine import CURRENT, MACHINE
-from keepbusy.virtual.pytorch import OPERATORS
+from keepbusy.virtual.pytorch import OPERATORS, pinned_uses
 from keepbusy.virtual.pytorch.randomness import refuse_generator
 from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, pinned_copy, tensors_in, to_host
 
@@ -57,6 +57,7 @@ def patch(patches: Patches, measured: bool) -> None:
     patches.wrap(Tensor, "is_pinned", lambda _native, tensor, device=None: is_pinned(tensor))
     for name in ("new", "new_tensor"):
         patches.wrap(Tensor, name, _make_on_its_device)
+    patches.wrap(Tensor, "_reduce_ex_internal", _pickle)
     patches.wrap(Tensor, "record_stream", lambda _native, tensor, s: MACHINE.record_stream(tensor, s.lane))
     patches.wrap(torch.autograd.profiler.record_function, "__enter__", _enter_annotation)
     patches.wrap(torch.autograd.profiler.record_function, "__exit__", _leave_annotation)
@@ -134,6 +135,11 @@ def _pin_memory(_native: Callable[..., Any], tensor: Tensor, device: Any = None)
         return pinned_copy(tensor)
 
 
+def _pickle(native: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+    pinned_uses.read(tensor)
+    return native(tensor, *args)
+
+
 # Loaders, optimizers and the program itself annotate what they do; the clock marks its steps by these.
 
 
@@ -207,10 +213,15 @@ def _run_backward(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """In the calling thread: its order is then always the same, and the user's line is on the stack."""
     MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
     MACHINE.clock.spend(MACHINE.device.host.backward_pass)
+    host = MACHINE.clock.host()
+    outer, host.backward_pass = host.backward_pass, MACHINE.forward_streams.begin_backward(MACHINE.clock, host)
     try:
         with torch.autograd.set_multithreading_enabled(False):
             return native(*args, **kwargs)
     finally:
+        ended, host.backward_pass = host.backward_pass, outer
+        if ended is not None:
+            ended.end()
         MACHINE.clock.leave()
 
 

@@ -184,6 +184,8 @@ class Kernel:
         self.writes = tuple(
             (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
         )
+        self.written_at = frozenset(at for _, at in self.writes)
+        self.reads = not (short.endswith("_like") or short.startswith("new_"))  # which look at shapes alone
         self.returned = _returned(schema)
         self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
@@ -216,11 +218,14 @@ class Kernel:
             if self.is_list_operator:
                 MACHINE.clock.spend(MACHINE.device.host.lists(args))
             MACHINE.clock.operator(self.name, place, stream, known.kernels)
+            number = self._use(args, kwargs, stream, place)
             if known.returned >= 0:
                 return args[known.returned]
             if known.returned == _ONE_NEW:
-                return MACHINE.place_on(out, device, stream)
-            return self._on_device(device, out, args, kwargs)
+                result = MACHINE.place_on(out, device, stream)
+                MACHINE.use_one(result, True, stream, number, place)
+                return result
+            return self._made(self._on_device(device, out, args, kwargs), stream, number, place)
         finally:
             host.resume()
 
@@ -293,7 +298,9 @@ class Kernel:
             MACHINE.costs.by_call[key] = self._known(kernels, out, args)
         if self.is_list_operator:
             MACHINE.clock.spend(MACHINE.device.host.lists(args))
-        MACHINE.clock.operator(self.name, place, MACHINE.stream(device), kernels)
+        stream = MACHINE.stream(device)
+        MACHINE.clock.operator(self.name, place, stream, kernels)
+        number = self._use(args, kwargs, stream, place)
         if waits:
             with DeviceCall(waits):  # the host learns what only the device knows: a small copy home, and a wait for it
                 MACHINE.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
@@ -302,6 +309,33 @@ class Kernel:
             self._answer(args, result)
         if recording is not None:
             recording.repeat(partial(self.compute, device, host_args, host_kwargs), out)
+        return self._made(result, stream, number, place)
+
+    def _use(self, args: Sequence[Any], kwargs: Mapping[str, Any], stream: int, place: int) -> int:
+        """Note which of its arguments it reads and writes; returns the number of its command."""
+        number, use = MACHINE.clock.order.command(stream), MACHINE.use_one
+        for at, one in enumerate(args):
+            writes = at in self.written_at
+            if isinstance(one, Tensor):
+                if one.is_cuda and (writes or self.reads):
+                    use(one, writes, stream, number, place)
+            elif isinstance(one, list | tuple):
+                for each in one:
+                    if isinstance(each, Tensor) and each.is_cuda:
+                        use(each, writes, stream, number, place)
+        for name, given in kwargs.items():
+            for each in tensors_in(given):
+                if each.is_cuda:
+                    use(each, name in self.written, stream, number, place)
+        return number
+
+    def _made(self, result: Any, stream: int, number: int, place: int) -> Any:
+        """Note that it writes its new results; returns the result."""
+        results = (result,) if len(self.returned) == 1 else result or ()
+        for source, one in zip(self.returned, results, strict=False):
+            for each in tensors_in(one) if source is None else ():
+                if each.is_cuda:
+                    MACHINE.use_one(each, True, stream, number, place)
         return result
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:

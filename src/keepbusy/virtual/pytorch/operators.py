@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
-from keepbusy.virtual.pytorch import OPERATORS, cuda_api, randomness, refusal
+from keepbusy.virtual.pytorch import OPERATORS, cuda_api, pinned_uses, randomness, refusal
 from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
 from keepbusy.virtual.pytorch.kernels import CELLS, HOST_KEYS, ON_HOST, Kernel, adopt
 from keepbusy.virtual.pytorch.tensors import (
@@ -198,7 +198,7 @@ _TO_DEVICE, _TO_HOST = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
-    with DeviceCall("aten::copy_"):
+    with DeviceCall("aten::copy_") as place:
         size = target.numel() * source.element_size()  # casts happen on the device: the smaller type never grows before
         if not source.is_cuda:
             _ask(target.get_device(), source, non_blocking)
@@ -207,15 +207,19 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         _write(target, source)
         if not target.is_cuda:
             pinned = is_pinned(target)
+            MACHINE.use([source], [target], MACHINE.stream(source.get_device()), place)
             MACHINE.copy(source.get_device(), size, _TO_HOST, pinned=pinned, non_blocking=pinned and non_blocking)
         else:
-            _send(target, source, size, non_blocking)
+            _send(target, source, size, non_blocking, place)
         return target
 
 
 def _ask(device: int, host: Tensor, non_blocking: bool) -> None:
     """Before anything is written: whether the program may copy so between host and device."""
-    MACHINE.needs_pinned(device, is_pinned(host))
+    pinned = is_pinned(host)
+    MACHINE.needs_pinned(device, pinned)
+    if pinned and non_blocking:
+        pinned_uses.watch()
     if not non_blocking:
         cuda_api.announce_sync()
 
@@ -241,15 +245,19 @@ def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
     return as_seen(to_host(tensor) if recording is None else lasting(tensor), tensor)
 
 
-def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool) -> None:
+def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool, place: int) -> None:
     """To a device, from wherever."""
-    device = target.get_device()
+    device, order = target.get_device(), MACHINE.clock.order
+    stream = MACHINE.stream(source.get_device() if source.is_cuda else device)
+    if source.is_cuda and source.get_device() != device:
+        order.stream_waits(stream, order.at(MACHINE.stream(device)))
+    MACHINE.use([source], [target], stream, place)
     if not source.is_cuda:
         MACHINE.copy(device, size, _TO_DEVICE, pinned=is_pinned(source), non_blocking=non_blocking)
     elif source.get_device() == device:
         MACHINE.launch(device, "copy_", [source], [target], {})
     else:
-        MACHINE.clock.copy_to_peer(MACHINE.stream(source.get_device()), MACHINE.stream(device), target.nbytes)
+        MACHINE.clock.copy_to_peer(stream, MACHINE.stream(device), target.nbytes)
 
 
 _copy_lists_as_one = Kernel(_aten._foreach_copy_.default)
@@ -280,7 +288,7 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """`aten::_to_copy`: `.to`, `.cuda`, `.cpu`, `.float` and all their kin."""
-    with DeviceCall("aten::_to_copy"):
+    with DeviceCall("aten::_to_copy") as place:
         if layout not in (None, torch.strided):
             raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
         where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
@@ -293,12 +301,12 @@ def _to_copy(
         else:
             cast = partial(computed, _cast, "_to_copy", (tensor,), options)
         if tensor.is_cuda and device is not None and device.type != "cuda":
-            return _taken_home(tensor, cast, device, non_blocking)
+            return _taken_home(tensor, cast, device, non_blocking, place)
         target, host = where if device is None or device.index is None else device.index, cast()
         result = MACHINE.place_on(host, target)
         if VALUES.carried(tensor):
             VALUES.keep(result)
-        _send(result, tensor, host.numel() * tensor.element_size(), non_blocking)
+        _send(result, tensor, host.numel() * tensor.element_size(), non_blocking, place)
         _repeat(where if tensor.is_cuda else target, cast, host)
         return result
 
@@ -310,7 +318,9 @@ def _repeat(device: int, compute: Callable[[], Tensor], host: Tensor) -> None:
         recording.repeat(compute, host)
 
 
-def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device, non_blocking: bool) -> Tensor:
+def _taken_home(
+    tensor: Tensor, cast: Callable[[], Tensor], device: torch.device, non_blocking: bool, place: int
+) -> Tensor:
     host = cast()
     if device.type not in ("cpu", "meta"):
         raise RuntimeError(f"keepbusy's virtual GPU cannot copy to {device}.")
@@ -322,9 +332,11 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
     if non_blocking:
         pin(host)
+        pinned_uses.watch()
     else:
         cuda_api.announce_sync()
     device_index = tensor.get_device()
+    MACHINE.use([tensor], [host], MACHINE.stream(device_index), place)
     fresh = 0 if non_blocking else MACHINE.pages.take(tensor.nbytes, host)
     MACHINE.copy(device_index, tensor.nbytes, _TO_HOST, pinned=non_blocking, non_blocking=non_blocking, fresh=fresh)
     _repeat(device_index, lambda: host.copy_(cast()), host)
@@ -333,8 +345,9 @@ def _taken_home(tensor: Tensor, cast: Callable[[], Tensor], device: torch.device
 
 def _read_scalar(tensor: Tensor) -> Any:
     """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
-    with DeviceCall("aten::item"):
+    with DeviceCall("aten::item") as place:
         cuda_api.announce_sync()
+        MACHINE.use([tensor], [], MACHINE.stream(tensor.get_device()), place)
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _TO_HOST, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
             to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
@@ -368,6 +381,7 @@ def _efficient_zeros(size: Any, *, device: torch.device | None = None, **options
     make = partial(_aten.zeros.default if VALUES.real else _aten.empty.memory_format, size, dtype=options.get("dtype"))
     host = make()
     result = MACHINE.place_on(host, CURRENT.index(device))
+    MACHINE.use([], [result], MACHINE.stream(CURRENT.index(device)), MACHINE.places.here())
     _repeat(CURRENT.index(device), make, host)
     return result
 
@@ -477,24 +491,27 @@ class _Run:
 class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
-        with DeviceCall(kernel.name):
+        with DeviceCall(kernel.name) as place:
             ctx.run = run = _Run(kernel, args, kwargs, tensors)
             found = run.forward()
             run.launch("", run.leaves, run.parts)
             ctx.save_for_backward(*tensors)
             results = tuple(run.results(run.forward, found))
+            MACHINE.use(tensors, results, MACHINE.stream(run.device), place)
             return results if len(kernel.returned) > 1 else results[0]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.saved_tensors  # noqa: B018  # says so if they are freed already
+        saved = ctx.saved_tensors  # says so if they are freed already
         run = ctx.run
-        with DeviceCall(f"{run.kernel.name}_backward"):
+        with DeviceCall(f"{run.kernel.name}_backward") as place:
             seen = [None if one is None else run.seen(one) for one in gradients]
             found = run.backward(seen)
             run.launch("_backward", [*run.leaves, *(one for _, one in run.reached(seen))], found)
-            results = iter(run.results(partial(run.backward, seen), found))
+            made = run.results(partial(run.backward, seen), found)
+            MACHINE.use((*saved, *gradients), made, MACHINE.stream(run.device), place)
+            results = iter(made)
             return None, None, None, *[next(results) if one.requires_grad else None for one in run.leaves]
 
 

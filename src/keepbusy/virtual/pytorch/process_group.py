@@ -164,6 +164,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         """As in NCCL, messages to each peer have a stream of their own."""
         if (device, peer) not in self._streams:
             self._streams[device, peer] = MACHINE.clock.new_stream(device)
+            MACHINE.memory.accesses.private_streams.add(self._streams[device, peer])
         return self._streams[device, peer]
 
     def _stays_on_host(self, tensors: list[Tensor]) -> bool:
@@ -189,7 +190,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         flat = tensors_in(tensors)
         if self._stays_on_host(flat):
             return does(*tensors) or Handle(result)
-        with DeviceCall(f"{self.backend}:{name}"):
+        with DeviceCall(f"{self.backend}:{name}") as place:
             device = next((one.get_device() for one in flat if one.is_cuda), -1)
             meet = meet or self._last_arrival
             if not self._has_values(flat, tensors[-1] if sends else [], agree or self._all_know):
@@ -202,7 +203,11 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             if device < 0:
                 return Handle(result)
             size = max([_bytes(one) for one in tensors], default=0)
-            return Handle(result, device, self._on_clock(name, device, size, meet, peer), self._by_host)
+            given = tensors[-1] if sends else []
+            written = [] if name == "send" else tensors[0]
+            use = partial(MACHINE.use, given, written, place=place)
+            moment = self._on_clock(name, device, size, meet, peer, use)
+            return Handle(result, device, moment, self._by_host)
 
     def _has_values(self, flat: list[Tensor], sent: Any, agree: Callable[[int], int]) -> bool:
         """Whether there is anything to move: a run without values has little, and all ranks must agree."""
@@ -213,9 +218,13 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def _all_know(self, mine: int) -> int:
         return self._agreed(mine, dist.ReduceOp.MIN)
 
-    def _on_clock(self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int) -> Moment:
+    def _on_clock(
+        self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int, use: Callable[..., None]
+    ) -> Moment:
+        """`use`: note on a stream what the collective reads and writes."""
         clock, stream = MACHINE.clock, self._stream(device, peer)
         clock.wait(stream, clock.record(MACHINE.stream(device)))
+        use(stream=stream)
         number, members = self._number(peer), 2 if peer >= 0 else self.members
         if self._by_host:
             clock.copy(stream, Direction.DEVICE_TO_HOST, size, pinned=True, non_blocking=True)

@@ -1,0 +1,33 @@
+"""Data races: two uses of the same memory that nothing orders, one of which writes. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STREAMS, REUSED, REFILLED, READ_EARLY = "streams", "reused memory", "refilled pinned memory", "read too early"
+"""What a race is about: two streams; memory that was freed and given out again; pinned memory that the program fills
+while a copy reads it; a copy to the host that is read before it is done."""
+KINDS = (STREAMS, REUSED, REFILLED, READ_EARLY)
+
+
+@dataclass(frozen=True)
+class RacingUse:
+    """One of the two."""
+
+    place: str  # file:line
+    writes: bool
+    stream: str  # as the program calls it; "" for the host itself
+
+
+@dataclass(frozen=True)
+class DataRace:
+    """The first use may still be under way when the second one begins."""
+
+    kind: str
+    first: RacingUse
+    second: RacingUse
+    size: int  # bytes that both use
+    times: int  # how often it came
+    call: str  # what would order them
+    at: str  # the line that the call belongs to: file:line
+    after: bool = False  # whether behind it, else in front of it

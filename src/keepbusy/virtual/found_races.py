@@ -1,0 +1,119 @@
+"""The races of a run as the report has them: the program's lines, its names for streams, and the missing call."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Mapping
+from functools import cache
+from types import CodeType
+
+from keepbusy.timeline.frame_roles import Owner, owner_of_file, source_line
+from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace, RacingUse
+from keepbusy.virtual.accesses import HOST, Accesses, Race
+from keepbusy.virtual.clock.engine import Clock
+
+
+class FoundRaces:
+    """Of one process."""
+
+    def __init__(self, clock: Clock, lines: Mapping[str, tuple[CodeType, int]]) -> None:
+        """`lines`: of each line as the clock writes it, its code and its number."""
+        self._clock, self._lines = clock, lines
+        self._names = list(clock.rows.names)
+
+    def all(self, accesses: Accesses) -> tuple[DataRace, ...]:
+        """The most frequent first."""
+        found = [self._told(race, accesses.times[key]) for key, race in accesses.races.items()]
+        joined: dict[tuple[str, RacingUse, RacingUse], DataRace] = {}
+        for one in found:  # several calls of a line have a place each
+            key = (one.kind, one.first, one.second)
+            before = joined.get(key)
+            times = one.times + (before.times if before else 0)
+            joined[key] = DataRace(**{**vars(before or one), "times": times})
+        return tuple(joined.values())
+
+    def _told(self, race: Race, times: int) -> DataRace:
+        first, second = race.first, race.second
+        uses = [RacingUse(self._place(one.place), one.writes, self._stream(one.stream)) for one in (first, second)]
+        at, after = uses[1].place, False
+        event = self._name(*race.event) if race.event else ""
+        event = "" if "[" in event else event  # of several, another one each time
+        other = self._code(first.stream)
+        waits = f"wait_event({event})" if event else f"wait_stream({other})"
+        if second.stream == HOST:
+            kind = REFILLED if second.writes else READ_EARLY
+            call = f"{event or self._code(first.stream, is_current=True)}.synchronize()"
+        elif first.freed:
+            kind, call, at, after = REUSED, f"tensor.record_stream({self._code(first.stream)})", uses[0].place, True
+        else:
+            kind, this = STREAMS, self._code(second.stream, is_current=True)
+            call = f"{this}.{waits}" if this != other else "torch.cuda.current_stream().wait_stream(other_stream)"
+        return DataRace(kind, uses[0], uses[1], race.size, times, call, at, after)
+
+    def _place(self, number: int) -> str:
+        """The innermost line of the program's own."""
+        lines = [source_line(self._names[name]) for name in self._clock.rows.lines[number]]
+        known = [(file, line) for file, line, _ in filter(None, lines)]
+        own = [one for one in known if owner_of_file(one[0]) == Owner.USER]
+        file, line = (own or known or [("", 0)])[-1]
+        return f"{file}:{line}" if file else ""
+
+    def _stream(self, stream: int) -> str:
+        """As people call it."""
+        if stream == HOST:
+            return ""
+        return self._named(stream) or ("the default stream" if self._is_default(stream) else self._by_number(stream))
+
+    def _code(self, stream: int, is_current: bool = False) -> str:
+        """As code: `is_current`: where it is used, it is the current one."""
+        if self._is_default(stream):
+            return f"torch.cuda.{'current' if is_current else 'default'}_stream()"
+        return self._named(stream) or "stream"
+
+    def _by_number(self, stream: int) -> str:
+        return self._clock.rows.lanes[stream].name
+
+    def _is_default(self, stream: int) -> bool:
+        return self._clock.default_stream(self._clock.rows.lanes[stream].device or 0) == stream
+
+    def _named(self, stream: int) -> str:
+        made = self._clock.order.made.get(stream)
+        return self._name(*made) if made else ""
+
+    def _name(self, place: int, ordinal: int) -> str:
+        """What the program assigns to what is made there, being the `ordinal`th that is."""
+        written = [self._names[name] for name in self._clock.rows.lines[place]]
+        known = [self._lines[line] for line in written if line in self._lines]
+        return _assigned(known[-1][0].co_filename, known[-1][1], ordinal) if known else ""
+
+
+def _assigned(file: str, line: int, ordinal: int) -> str:
+    statement = _assignments(file).get(line)
+    if statement is None:
+        return ""
+    target, value = statement
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple | ast.ListComp | ast.GeneratorExp):
+        return ast.unparse(target.elts[ordinal % len(target.elts)])
+    if isinstance(value, ast.ListComp | ast.List | ast.Tuple):
+        return f"{ast.unparse(target)}[{ordinal}]"
+    return ast.unparse(target) if isinstance(value, ast.Call) else ""
+
+
+@cache
+def _assignments(file: str) -> dict[int, tuple[ast.expr, ast.expr]]:
+    """Of each line of an assignment its target and its value."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    found: dict[int, tuple[ast.expr, ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            parts = (node.targets[0], node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            parts = (node.target, node.value)
+        else:
+            continue
+        found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), parts)
+    return found
