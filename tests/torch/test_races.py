@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -259,6 +260,49 @@ def test_memory_that_is_not_pinned_is_staged() -> None:
     staged, x = torch.empty(100), torch.empty(100, device="cuda")
     x.copy_(staged, non_blocking=True)
     staged.fill_(1)
+    assert kinds() == []
+
+
+@pytest.mark.parametrize("way", ["slice", "copyto", "out", "fill", "in place"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_pinned_memory_is_written_through_an_array(way: str, waits: bool) -> None:
+    staged, x = torch.zeros(100, pin_memory=True), torch.empty(100, device="cuda")
+    array = staged.numpy()
+    x.copy_(staged, non_blocking=True)
+    if waits:
+        torch.cuda.synchronize()
+    if way == "slice":
+        array[:] = 7
+    elif way == "copyto":
+        np.copyto(array, np.full(100, 7, np.float32))
+    elif way == "out":
+        np.add(array, 7, out=array)
+    elif way == "fill":
+        array.fill(7)
+    else:
+        array += 7
+    torch.cuda.synchronize()
+    assert kinds() == ([] if waits else [REFILLED])
+    assert all(race.second.place == "" and race.at == race.first.place for race in MACHINE.races())  # five do so here
+
+
+def test_the_only_statement_that_writes_into_the_array_is_named() -> None:
+    staged, x = torch.zeros(2, 100, pin_memory=True), torch.empty(100, device="cuda")
+    rows = staged.numpy()
+    x.copy_(staged[0], non_blocking=True)
+    rows[0] = 7
+    torch.cuda.synchronize()
+    race = only()
+    assert race.at == race.second.place
+    assert int(race.at.rpartition(":")[2]) == int(race.first.place.rpartition(":")[2]) + 1
+
+
+def test_a_copy_back_into_the_same_pinned_memory_is_in_order() -> None:
+    staged, x = torch.zeros(100, pin_memory=True), torch.empty(100, device="cuda")
+    x.copy_(staged, non_blocking=True)
+    x.add_(1)
+    staged.copy_(x, non_blocking=True)
+    torch.cuda.synchronize()
     assert kinds() == []
 
 

@@ -18,6 +18,8 @@ def sentence(race: DataRace) -> str:
         may = "write" if race.first.writes else "read"
         return f"{second} is given memory that was freed while {first} may still {may} it{on}."
     if race.kind == REFILLED:
+        if not race.second.place:
+            return f"Pinned memory is changed while the copy at {first} may still read it{on}."
         return f"{second} changes pinned memory that the copy at {first} may still read{on}."
     if race.kind == READ_EARLY:
         return f"{second} reads what the copy at {first} may not have written yet{on}."
@@ -51,7 +53,7 @@ def paragraph(race: DataRace) -> Iterator[str]:
 
 
 def _short(place: str) -> str:
-    return words.spot(Where.of(place), 40) if place else "a line of Python"
+    return words.spot(Where.of(place), 40)
 
 
 def _stream(name: str) -> str:

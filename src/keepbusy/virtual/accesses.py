@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from keepbusy.virtual.clock.order import Made, StreamOrder
-from keepbusy.virtual.pytorch.tensors import pinned_memory
+from keepbusy.virtual.pytorch.tensors import memory_at
 
 if TYPE_CHECKING:
     from keepbusy.virtual.device_memory import Block
@@ -78,8 +78,8 @@ class Accesses:
         self.private_streams = set[int]()
         """Streams of a library that keeps what it uses until they are done with it."""
         self._order = order
-        # by the address of a storage: what names it, and its uses. Where another one begins at the same address, the
-        # allocator of pinned memory has waited until copies were done
+        # by the address of a storage: what stands for its memory, and its uses. Where another one begins at the same
+        # address, the allocator of pinned memory has waited until copies were done
         self._pinned: dict[int, tuple[object, list[Use]]] = {}
         self._freed: list[Use] = []
         self._captured: list[tuple[list[Use], Use]] | None = None
@@ -108,21 +108,26 @@ class Accesses:
 
     def use_pinned(self, tensor: Tensor, writes: bool, stream: int, number: int, place: int) -> None:
         """A command copies from or to pinned memory, or (`HOST`) the program itself reads or writes there."""
-        name, known = pinned_memory(tensor), self._pinned.get(tensor.untyped_storage().data_ptr())
-        uses = known[1] if known is not None and known[0] is name else []
-        self._pinned[tensor.untyped_storage().data_ptr()] = name, uses
+        address = tensor.untyped_storage().data_ptr()
         low, high, view = _extent(tensor, tensor.data_ptr())
-        use = Use(low, high, writes, stream, number, place, view)
-        if self._captured is not None and stream != HOST:
+        self.use_pinned_bytes(address, memory_at(address), Use(low, high, writes, stream, number, place, view))
+
+    def use_pinned_bytes(self, address: int, memory: object, use: Use) -> None:
+        """The same of bytes, in the pinned memory that begins at an address."""
+        known = self._pinned.get(address)
+        uses = known[1] if known is not None and known[0] is memory else []
+        self._pinned[address] = memory, uses
+        if self._captured is not None and use.stream != HOST:
             self._captured.append((uses, use))
         else:
             self._meet(uses, use)
 
     def is_in_use(self, tensor: Tensor) -> bool:
         """Whether the host has not yet waited for all that was copied from or to this pinned memory."""
-        name, uses = self._pinned.get(tensor.untyped_storage().data_ptr(), (None, []))
+        address = tensor.untyped_storage().data_ptr()
+        memory, uses = self._pinned.get(address, (None, []))
         is_known = self._order.is_known_to_host
-        return name is pinned_memory(tensor) and any(not is_known(one.stream, one.number) for one in uses)
+        return memory is memory_at(address) and any(not is_known(one.stream, one.number) for one in uses)
 
     # memory that is freed, and taken again
 

@@ -43,6 +43,7 @@ class FoundRaces:
         waits = f"wait_event({event})" if event else f"wait_stream({other})"
         if second.stream == HOST:
             kind = REFILLED if second.writes else READ_EARLY
+            at, after = (at, False) if at else (uses[0].place, True)  # a line that nobody knows
             call = f"{event or self._code(first.stream, is_current=True)}.synchronize()"
         elif first.freed:
             kind, call, at, after = REUSED, f"tensor.record_stream({self._code(first.stream)})", uses[0].place, True

@@ -296,12 +296,13 @@ class Machine:
 
     # who uses which memory
 
-    def use(self, read: Iterable[Any], written: Iterable[Any], stream: int, place: int) -> None:
-        """A command is launched that reads and writes these tensors: of the device, or pinned ones."""
+    def use(self, read: Iterable[Any], written: Iterable[Any], stream: int, place: int) -> int:
+        """A command is launched that reads and writes these tensors: of the device, or pinned ones. Its number."""
         number = self.clock.order.command(stream)
         for tensors, writes in ((read, False), (written, True)):
             for tensor in tensors_in(tensors):
                 self.use_one(tensor, writes, stream, number, place)
+        return number
 
     def use_one(self, tensor: Tensor, writes: bool, stream: int, number: int, place: int) -> None:
         if tensor.layout is not torch.strided or not tensor.is_cuda:

@@ -7,7 +7,7 @@ copies share an engine, or that a kernel happened to be done in time, is no orde
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 Reached: TypeAlias = Mapping[int, int]
@@ -27,6 +27,7 @@ class StreamOrder:
         self._commands: defaultdict[int, int] = defaultdict(int)
         self._before_stream: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._before_host: dict[int, int] = {}
+        self.before_host_waits: Callable[[Reached], None] | None = None  # told what the host is about to know
         self.made: dict[int, Made] = {}  # where the program made a stream
         self._events: defaultdict[int, list[tuple[int, Made]]] = defaultdict(list)
         self._made_at: defaultdict[int, int] = defaultdict(int)
@@ -69,6 +70,8 @@ class StreamOrder:
         _join(self._before_stream[stream], reached)
 
     def host_waits(self, reached: Reached) -> None:
+        if self.before_host_waits is not None:
+            self.before_host_waits(reached)
         _join(self._before_host, reached)
 
 

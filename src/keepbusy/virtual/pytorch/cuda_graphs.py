@@ -17,7 +17,7 @@ from torch import Tensor
 from keepbusy.virtual.clock.lanes import Graph
 from keepbusy.virtual.device_memory import PoolId
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
-from keepbusy.virtual.pytorch import refusal
+from keepbusy.virtual.pytorch import pinned_uses, refusal
 from keepbusy.virtual.pytorch.randomness import DEFAULTS, put_state, state_of
 from keepbusy.virtual.pytorch.tensors import VALUES, tensors_in, to_host
 
@@ -312,6 +312,7 @@ class CUDAGraph:
         if not self._ready:
             self._instantiate(graph)
         with DeviceCall("cudaGraphLaunch") as place:
+            pinned_uses.forget_all_copied()
             MACHINE.memory.accesses.replay(self._uses, MACHINE.stream(self._device), place)
             if recording is not None:
                 recording.begin()

@@ -207,6 +207,8 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         _write(target, source)
         if not target.is_cuda:
             pinned = is_pinned(target)
+            if pinned:
+                pinned_uses.forget_copied(target)
             MACHINE.use([source], [target], MACHINE.stream(source.get_device()), place)
             MACHINE.copy(source.get_device(), size, _TO_HOST, pinned=pinned, non_blocking=pinned and non_blocking)
         else:
@@ -251,7 +253,9 @@ def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool, place: 
     stream = MACHINE.stream(source.get_device() if source.is_cuda else device)
     if source.is_cuda and source.get_device() != device:
         order.stream_waits(stream, order.at(MACHINE.stream(device)))
-    MACHINE.use([source], [target], stream, place)
+    number = MACHINE.use([source], [target], stream, place)
+    if non_blocking and is_pinned(source):
+        pinned_uses.copied_from(source, stream, number)
     if not source.is_cuda:
         MACHINE.copy(device, size, _TO_DEVICE, pinned=is_pinned(source), non_blocking=non_blocking)
     elif source.get_device() == device:

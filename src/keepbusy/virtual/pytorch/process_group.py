@@ -219,7 +219,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._agreed(mine, dist.ReduceOp.MIN)
 
     def _on_clock(
-        self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int, use: Callable[..., None]
+        self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int, use: Callable[..., int]
     ) -> Moment:
         """`use`: note on a stream what the collective reads and writes."""
         clock, stream = MACHINE.clock, self._stream(device, peer)

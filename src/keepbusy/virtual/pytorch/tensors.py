@@ -165,9 +165,9 @@ def is_pinned(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and _is_pinned_address(_address(tensor))
 
 
-def pinned_memory(tensor: Tensor) -> object:
-    """What stands for the pinned memory that a tensor lies in, and for no other; None if it is not pinned."""
-    return _PINNED.get(_address(tensor)) if is_pinned(tensor) else None
+def memory_at(address: int) -> object:
+    """What stands for the pinned memory of a storage that begins there, and for no other; None if it is not pinned."""
+    return _PINNED.get(address) if _is_pinned_address(address) else None
 
 
 def _is_pinned_address(address: int) -> bool:
