@@ -6,8 +6,11 @@ WAITS = False
 MILLISECOND = 1_980_000  # cycles of an H200
 
 x = torch.zeros(1024, device="cuda")
-x += x.sum()  # the first call of a kernel loads it, which waits
 side, ready = torch.cuda.Stream(), torch.cuda.Event()
+for stream in (torch.cuda.current_stream(), side):  # what is first on a stream takes memory and loads code, which waits
+    with torch.cuda.stream(stream):
+        x += 0
+        x.sum()
 torch.cuda.synchronize()
 
 torch.cuda._sleep(10 * MILLISECOND)  # whatever keeps the stream busy

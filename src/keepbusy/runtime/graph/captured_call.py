@@ -263,6 +263,7 @@ class CapturedCall:
         pattern: CallPattern,
     ) -> None:
         self._graph, self._inputs, self._outputs, self._gradients = graph, inputs, outputs, gradients
+        self._entered = [one for one in gradients if one.needed and one.entry is not None]
         self.pattern = pattern
         self.replays = 0
         self.is_doubted = False
@@ -277,7 +278,7 @@ class CapturedCall:
 
     def replay_filled(self, tensors: list[Tensor]) -> Any:
         """The inputs are there already."""
-        enter(self._gradients)
+        enter(self._entered)
         self._graph.replay()
         leave(self._gradients)
         self._inputs.hand_back(tensors)

@@ -114,13 +114,18 @@ class GraphKey:
             *self._named.read(),
         )
 
-    def addresses(self) -> tuple[Any, ...]:
-        """Where weights and optimizer state lie. When they have moved, no graph is of use any more."""
-        return (
-            self._of_modules.places(),
-            *[leaf.data_ptr() for leaf in self._others],
-            *[id(optimizer.state) for optimizer in self._optimizers],
-        )
+    def remember_places(self) -> None:
+        """Where weights and optimizer state lie."""
+        self._of_modules.remember()
+        self._places = self._of_others()
+
+    def has_moved(self) -> bool:
+        """When any of them has, no graph is of use any more."""
+        return not self._of_modules.is_as_remembered() or self._of_others() != self._places
+
+    def _of_others(self) -> list[int]:
+        leaves, optimizers = self._others, self._optimizers
+        return [*[leaf.data_ptr() for leaf in leaves], *[id(optimizer.state) for optimizer in optimizers]]
 
     def held(self) -> list[Any]:
         """What a graph may read without owning it, to be kept alive for it."""
@@ -308,7 +313,7 @@ class StepGraphs:
         self._eager_stream, self._tally, self._warn = eager, tally, warn
         self._participants, self._rates, self._key = rehearsal.participants, rehearsal.rates, rehearsal.key
         self._host, self._written = rehearsal.host, rehearsal.written
-        self._stream = torch.cuda.current_stream()
+        self._stream = torch.accelerator.current_stream()  # which is asked for quickly
         self._worth, self._holds, self._changing = rehearsal.worth, rehearsal.holds, rehearsal.changing
         self._schedules = HeldSchedules()
         self.is_decided = False
@@ -326,7 +331,7 @@ class StepGraphs:
 
     def _forget(self) -> None:
         self._key.renew()
-        self._addresses = self._key.addresses()
+        self._key.remember_places()
         self._captured: dict[Any, CapturedCall] = {}
         self._recent: tuple[CapturedCall, Any] | None = None
         self._capturable: dict[Any, bool | None] = {}
@@ -334,11 +339,11 @@ class StepGraphs:
 
     def run(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Raises Uncapturable, with nothing done, if no call of the step can be captured."""
-        current = torch.cuda.current_stream()
+        current = torch.accelerator.current_stream()
         if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
             current.wait_stream(self._stream)
             self._stream = current
-        has_moved = self._key.addresses() != self._addresses
+        has_moved = self._key.has_moved()
         if self._rates.moved() or has_moved:
             self._forget()
             self._moves += has_moved
@@ -447,7 +452,7 @@ class StepGraphs:
         self._capturable[kind] = None if changes and not again else not again
         self._changed[kind] = {change.key for change in changes}
         self._key.add([one.leaf for one in gradients.held()])
-        self._addresses = self._key.addresses()
+        self._key.remember_places()
         return returned
 
     def _capture(self, call: StepCall, kind: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +17,8 @@ from keepbusy.runtime.graph.names_read import PLAIN, names_in
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _PARTS = ("_modules", "_parameters", "_buffers")
+_END = object()
+"""Stands behind all parts: a longer or a shorter row of them is another one."""
 
 
 @cache
@@ -47,6 +49,7 @@ class ModuleState:
         self._named_hooks = [(name, hooks) for name, hooks in (*of_all, *named) if isinstance(hooks, dict)]
         self._hooks = [hooks for _, hooks in self._named_hooks]
         self._forwards = [(parts, type(module)) for parts, module in zip(held, modules, strict=True)]
+        self._values: list[Any] | None = None
         self._numbers = []
         for module, parts in zip(modules, held, strict=True):
             names = [name for name, value in parts.items() if type(value) in PLAIN]
@@ -67,17 +70,21 @@ class ModuleState:
     def numbers(self) -> tuple[Any, ...]:
         """Their settings, what is trained, and how many hooks there are. Raises KeyError if one is gone."""
         return (
-            *[held(parts) for held, parts in self._numbers],
-            *map(_REQUIRES_GRAD, self._tensors),
-            *map(len, self._hooks),
+            tuple([held(parts) for held, parts in self._numbers]),
+            tuple(map(_REQUIRES_GRAD, self._tensors)),
+            any(self._hooks) and tuple(map(len, self._hooks)),  # most modules have none
         )
 
-    def places(self) -> tuple[Any, ...]:
+    def remember(self) -> None:
         """Which parts and weights they have, and where these lie."""
-        return (
-            *map(id, chain.from_iterable(map(dict.values, self._parts))),
-            *map(Tensor.data_ptr, self._tensors),
-        )
+        self._values = [*chain.from_iterable(map(dict.values, self._parts)), _END]
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+
+    def is_as_remembered(self) -> bool:
+        """Asked before each replay, so nothing is made that need not be."""
+        values = chain(chain.from_iterable(map(dict.values, self._parts)), (_END,))
+        is_same = self._values is not None and all(map(is_, values, self._values))
+        return is_same and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
 
     def code(self) -> tuple[Any, ...]:
         """What runs beside their classes' methods as they were."""

@@ -201,10 +201,11 @@ def _nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
 
 
 def enter(held: list[HeldGradient]) -> None:
-    """Before a replay: gradients that it needs stand where it looks for them, whatever `.grad` points to by now."""
-    for leaf, entry, _, needed in held:
+    """Before a replay: gradients that it needs, which these are, stand where it looks for them, whatever `.grad` points
+    to by now."""
+    for leaf, entry, _, _ in held:
         found = leaf.grad
-        if needed and found is not entry and entry is not None and found is not None:
+        if entry is not None and found is not None and found is not entry:
             entry.copy_(found)
 
 
