@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace
@@ -361,3 +363,111 @@ def test_a_graph_uses_at_each_replay_what_was_captured() -> None:
     race = only()
     assert (race.first.writes, race.second.writes, race.second.stream) == (False, True, "side")
     del y
+
+
+# what was reported without reason
+
+
+def test_an_evaluation_reads_the_running_means() -> None:
+    norm, x, first, second = nn.BatchNorm1d(8).cuda(), ones(4, 8), torch.cuda.Stream(), torch.cuda.Stream()
+    norm.eval()
+    torch.cuda.synchronize()
+    for stream in (first, second):
+        with torch.cuda.stream(stream):
+            norm(x)
+    assert kinds() == []
+    norm.train()
+    with torch.cuda.stream(first):
+        norm(x)
+    with torch.cuda.stream(second):
+        norm(x)
+    assert STREAMS in kinds()
+
+
+def test_rows_that_are_chosen_by_an_index_may_be_others() -> None:
+    table, side, rows = ones(100, 8), torch.cuda.Stream(), torch.arange(10, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        table.index_select(0, rows)
+    table.index_copy_(0, rows + 10, table.new_ones(10, 8))
+    assert kinds() == []
+    table.zero_()
+    assert kinds() == [STREAMS]
+
+
+def test_a_broadcast_view_touches_what_it_repeats() -> None:
+    table, side = ones(64, 4), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        table[:, 0].add_(1)
+    table[:, 1:2].expand(64, 4).sum()
+    assert kinds() == []
+
+
+def test_large_views_of_other_columns() -> None:
+    table, side = ones(1024, 1024), torch.cuda.Stream()
+    for _ in range(40):
+        with torch.cuda.stream(side):
+            table[:, :512].add_(1)
+        table[:, 512:].add_(1)
+    assert kinds() == []
+
+
+def test_a_backward_pass_within_one_goes_on_where_that_is() -> None:
+    side, layer, x = torch.cuda.Stream(), nn.Linear(8, 8).cuda(), ones(4, 8).requires_grad_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+    torch.cuda.current_stream().wait_stream(side)
+    y.sum().backward()
+    assert kinds() == []
+
+
+def test_a_hook_may_choose_the_stream_of_the_caller() -> None:
+    side, main, x, seen = torch.cuda.Stream(), torch.cuda.current_stream(), ones(8).requires_grad_(), []
+
+    def hook(_gradient: Tensor) -> None:
+        seen.append(torch.cuda.current_stream())
+        with torch.cuda.stream(main):
+            seen.append(torch.cuda.current_stream())
+        seen.append(torch.cuda.current_stream())
+
+    with torch.cuda.stream(side):
+        y = x * 2
+    y.register_hook(hook)
+    main.wait_stream(side)
+    y.sum().backward()
+    assert seen == [side, main, side]
+
+
+def test_another_thread_copies_while_a_graph_is_captured() -> None:
+    x, buffer, side, graph = ones(8), ones(8), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    pinned = torch.zeros(8, pin_memory=True)
+
+    def load() -> None:
+        with torch.cuda.stream(side):
+            buffer.copy_(pinned, non_blocking=True)
+
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = x * 2
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        buffer.sum()
+    graph.replay()
+    assert kinds() == []
+    del y
+
+
+def test_what_the_allocator_asks_orders_nothing_for_the_program() -> None:
+    side = torch.cuda.Stream()
+    x = ones(LARGE)
+    with torch.cuda.stream(side):
+        y = x * 2
+        x.record_stream(side)
+    del x
+    for _ in range(50):
+        torch.ones(16, device="cuda")
+    y.sum()
+    assert kinds() == [STREAMS]

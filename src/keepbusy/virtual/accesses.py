@@ -8,7 +8,8 @@ graph's uses are kept while it is captured, and count at each replay, at the lin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,21 +28,20 @@ _MOST_USES = 256
 _MOST_FREED = 4096
 """The same of memory that was freed while other streams may still use it."""
 _MOST_RACES = 100
-_MOST_ELEMENTS = 1 << 22
-"""Of two views that interleave, elements that are compared one by one; larger ones are taken to share memory."""
+_MOST_ELEMENTS = 1 << 18
+"""Of two views that interleave, elements that are compared one by one. Of larger ones nothing is said."""
 
 
 class View(NamedTuple):
     """Where the elements of a tensor lie that has gaps between them."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    dimensions: tuple[tuple[int, int], ...]  # the length and the stride of each, the longest stride first
     size: int  # bytes an element
 
     def starts(self, low: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The address of each element, the first one being at `low`."""
         found = np.array([low], np.int64)
-        for length, step in zip(self.shape, self.stride, strict=True):
+        for length, step in self.dimensions:
             found = (found[:, None] + np.arange(length, dtype=np.int64) * (step * self.size)).ravel()
         return found
 
@@ -56,6 +56,8 @@ class Use(NamedTuple):
     number: int  # of the command on its stream
     place: int  # in the program
     view: View | None = None  # None for memory without gaps
+    is_partial: bool = False  # of rows that an index chooses: which ones, nobody knows
+    is_kept: bool = False  # within a backward pass, whose engine keeps memory until all streams are done with it
     freed: bool = False  # whether the memory was given back since
 
 
@@ -78,26 +80,33 @@ class Accesses:
         self.private_streams = set[int]()
         """Streams of a library that keeps what it uses until they are done with it."""
         self._order = order
+        self.in_backward = 0
+        """How many backward passes are under way."""
         # by the address of a storage: what stands for its memory, and its uses. Where another one begins at the same
         # address, the allocator of pinned memory has waited until copies were done
         self._pinned: dict[int, tuple[object, list[Use]]] = {}
         self._freed: list[Use] = []
-        self._captured: list[tuple[list[Use], Use]] | None = None
+        self._captured: list[tuple[list[Use], Use]] = []
+        self._captures: Callable[[int], bool] | None = None
 
     # what is used
 
     def use_block(
-        self, block: Block, tensor: Tensor, offset: int, writes: bool, stream: int, number: int, place: int
+        self,
+        block: Block,
+        tensor: Tensor,
+        offset: int,
+        writes: bool,
+        stream: int,
+        number: int,
+        place: int,
+        is_partial: bool = False,
     ) -> None:
         """`offset`: where the tensor begins, in bytes from the block's begin."""
-        low, view = block.address + offset, None
-        if offset or tensor.nbytes < block.requested:
-            low, high, view = _extent(tensor, low)
-        else:
-            high = low + block.requested
+        low, high, view = _extent(tensor, block.address + offset)
         uses = block.uses
-        use = Use(low, high, writes, stream, number, place, view)
-        if self._captured is not None:
+        use = Use(low, high, writes, stream, number, place, view, is_partial, self.in_backward > 0)
+        if self._is_captured(stream):
             self._captured.append((uses, use))
         elif not uses:
             uses.append(use)
@@ -117,10 +126,15 @@ class Accesses:
         known = self._pinned.get(address)
         uses = known[1] if known is not None and known[0] is memory else []
         self._pinned[address] = memory, uses
-        if self._captured is not None and use.stream != HOST:
+        if self._is_captured(use.stream):
             self._captured.append((uses, use))
         else:
             self._meet(uses, use)
+
+    @property
+    def has_pinned(self) -> bool:
+        """Whether anything was copied from or to pinned memory."""
+        return bool(self._pinned)
 
     def is_in_use(self, tensor: Tensor) -> bool:
         """Whether the host has not yet waited for all that was copied from or to this pinned memory."""
@@ -134,7 +148,7 @@ class Accesses:
     def free(self, block: Block) -> None:
         """Its own stream takes it again in order; others may still use it, unless `record_stream` said so."""
         for one in block.uses:
-            is_safe = one.stream == block.stream or one.stream in self.private_streams
+            is_safe = one.stream == block.stream or one.is_kept or one.stream in self.private_streams
             if not is_safe and not self._order.comes_before(one.stream, one.number, block.stream):
                 self._freed.append(one._replace(freed=True))
         del self._freed[:-_MOST_FREED]
@@ -151,12 +165,16 @@ class Accesses:
 
     # graphs
 
-    def begin_capture(self) -> None:
-        self._captured = []
+    def begin_capture(self, captures: Callable[[int], bool]) -> None:
+        """`captures`: whether a stream takes part."""
+        self._captured, self._captures = [], captures
+
+    def _is_captured(self, stream: int) -> bool:
+        return self._captures is not None and stream != HOST and self._captures(stream)
 
     def end_capture(self) -> list[tuple[list[Use], Use]]:
         """What the graph uses."""
-        captured, self._captured = self._captured or [], None
+        captured, self._captured, self._captures = self._captured, [], None
         alike = {(id(uses), one.low, one.high, one.writes, one.view): (uses, one) for uses, one in captured}
         return list(alike.values())
 
@@ -171,10 +189,14 @@ class Accesses:
         """Find what the new use races with, and remember it; what it makes needless is forgotten."""
         kept = []
         for one in uses:
-            covers = new.view is None and new.low <= one.low and one.high <= new.high
+            is_same = (new.low, new.high, new.view) == (one.low, one.high, one.view)
+            covers = is_same or (new.view is None and new.low <= one.low and one.high <= new.high)
+            covers = covers and not new.is_partial
             if one.stream == new.stream:
                 if covers and one.writes <= new.writes:
                     continue
+            elif one.is_partial and new.is_partial:
+                pass
             elif one.low < new.high and new.low < one.high and (one.writes or new.writes):
                 if not self._is_before(one, new):
                     if _share_bytes(one, new):
@@ -206,41 +228,49 @@ def _extent(tensor: Tensor, low: int) -> tuple[int, int, View | None]:
     size = tensor.element_size()
     if tensor.is_contiguous():
         return low, low + tensor.nbytes, None
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    span = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    is_dense = span <= tensor.numel()
-    return low, low + span * size, None if is_dense else View(shape, stride, size)
+    dimensions = [pair for pair in zip(tensor.shape, tensor.stride(), strict=True) if pair[1] and pair[0] > 1]
+    span = 1 + sum((length - 1) * step for length, step in dimensions)
+    if span <= math.prod(length for length, _ in dimensions):
+        return low, low + span * size, None
+    dimensions.sort(key=lambda pair: -pair[1])
+    return low, low + span * size, View(tuple(dimensions), size)
 
 
 def _share_bytes(one: Use, other: Use) -> bool:
     """Of two uses whose ranges overlap, whether any byte is in both: columns of a matrix interleave."""
     if one.view is None and other.view is None:
         return True
+    if one.view is not None and other.view is not None and _are_other_columns(one, one.view, other, other.view):
+        return False
     ranges = [_ranges(use) for use in (one, other)]
     if any(found is None for found in ranges):
-        return True
+        return False  # nobody knows
     (starts, size), (others, other_size) = ranges  # type: ignore[misc]
     # the last start of the one before the end of each of the other
     at = np.searchsorted(starts, others + other_size) - 1
     return bool((starts[np.maximum(at, 0)] + size > others)[at >= 0].any())
 
 
+def _are_other_columns(one: Use, view: View, other: Use, other_view: View) -> bool:
+    """Whether two views take different columns of the same rows, which needs no look at their elements."""
+    if len(view.dimensions) != 2 or len(other_view.dimensions) != 2 or view.size != other_view.size:
+        return False
+    (row, step), (other_row, other_step) = (
+        (dimensions[0][1], dimensions[1][1]) for dimensions in (view.dimensions, other_view.dimensions)
+    )
+    if (row, step) != (other_row, other_step):
+        return False
+    after, columns, others = (other.low - one.low) // view.size, view.dimensions[1][0], other_view.dimensions[1][0]
+    if after < 0:
+        after, columns, others = -after, others, columns
+    begins = after % row  # the second view, in a row of the first
+    return columns * step <= begins and begins + others * step <= row
+
+
 def _ranges(use: Use) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int] | None:
     """Where its pieces begin, in order, and the length of each."""
     if use.view is None:
         return np.array([use.low], np.int64), use.high - use.low
-    if np.prod(use.view.shape) > _MOST_ELEMENTS:
+    if math.prod(length for length, _ in use.view.dimensions) > _MOST_ELEMENTS:
         return None
     return np.sort(use.view.starts(use.low)), use.view.size
-
-
-def tensors_on_device(values: Sequence[Any]) -> list[Tensor]:
-    """Of a call's arguments, also those in lists."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_cuda:
-                found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_on_device(value)
-    return found

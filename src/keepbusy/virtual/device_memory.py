@@ -215,7 +215,7 @@ class _DeviceBlocks:
         self.graphs: dict[PoolId, Pools] = {}
         self.routes: dict[PoolId, Callable[[int], bool]] = {}  # whose streams are capturing now
         self.reserved = 0
-        self.address = 0x7F00_0000_0000
+        self.address = 0x7F00_0000_0000 + (device << 44)
         self.tally = Tally()
         self.in_use_elsewhere: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
 
@@ -393,6 +393,7 @@ class Memory:
             one = self._devices[block.device]
             self._note(host, block, -1)
             if block.users:
+                block.uses = [use for use in block.uses if use.stream not in block.users]
                 one.tally.waiting.count(block.pool.small, 1, block.size, 0)
                 moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
                 one.in_use_elsewhere.append((block, moments))

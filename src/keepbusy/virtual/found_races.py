@@ -109,6 +109,7 @@ def _assignments(file: str) -> dict[int, tuple[ast.expr, ast.expr]]:
     except SyntaxError:
         return {}
     found: dict[int, tuple[ast.expr, ast.expr]] = {}
+    several = set[int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             parts = (node.targets[0], node.value)
@@ -116,5 +117,7 @@ def _assignments(file: str) -> dict[int, tuple[ast.expr, ast.expr]]:
             parts = (node.target, node.value)
         else:
             continue
-        found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), parts)
-    return found
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            several |= {line} & found.keys()
+            found[line] = parts
+    return {line: parts for line, parts in found.items() if line not in several}

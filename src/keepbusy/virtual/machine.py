@@ -30,7 +30,7 @@ from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.device_memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.found_races import FoundRaces
-from keepbusy.virtual.pytorch.backward_streams import ForwardStreams
+from keepbusy.virtual.pytorch.backward_streams import NOT_CHOSEN, ForwardStreams
 from keepbusy.virtual.pytorch.tensors import VALUES, Pages, is_pinned, tensors_in, to_device, to_host
 
 if TYPE_CHECKING:
@@ -197,12 +197,16 @@ class Machine:
 
     def choose_stream(self, device: int, stream: int | None) -> int | None:
         """Make a stream the current one of a device (None: the default one); returns the one before."""
-        chosen = self.clock.host().chosen_streams
-        before = chosen.pop(device, None)
+        host = self.clock.host()
+        before = host.chosen_streams.pop(device, None)
         stream = None if stream == self.clock.default_stream(device) else stream
+        if host.backward_pass is not None:
+            stream, before = host.backward_pass.choose(device, stream, before)
+        elif stream == NOT_CHOSEN:
+            stream = None
         self.forward_streams.choose(device, stream)
         if stream is not None:
-            chosen[device] = stream
+            host.chosen_streams[device] = stream
         return before
 
     # operators
@@ -304,7 +308,9 @@ class Machine:
                 self.use_one(tensor, writes, stream, number, place)
         return number
 
-    def use_one(self, tensor: Tensor, writes: bool, stream: int, number: int, place: int) -> None:
+    def use_one(
+        self, tensor: Tensor, writes: bool, stream: int, number: int, place: int, is_partial: bool = False
+    ) -> None:
         if tensor.layout is not torch.strided or not tensor.is_cuda:
             if is_pinned(tensor) and tensor.numel():
                 self.memory.accesses.use_pinned(tensor, writes, stream, number, place)
@@ -315,7 +321,8 @@ class Machine:
             address = tensor.untyped_storage().data_ptr()
             memory, offset = self._memory.get(address), begin - address
         if memory is not None and memory.block is not None and tensor.numel():
-            self.memory.accesses.use_block(memory.block, tensor, offset, writes, stream, number, place)
+            accesses = self.memory.accesses
+            accesses.use_block(memory.block, tensor, offset, writes, stream, number, place, is_partial)
 
     # memory
 

@@ -66,7 +66,8 @@ class LineTracer:
             sys.settrace(outer)
 
     def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
-        return self._line if is_users(frame.f_code.co_filename) else None
+        is_named_tuple = str(frame.f_globals.get("__name__", "")).startswith("namedtuple_")  # whose code Python makes
+        return self._line if is_users(frame.f_code.co_filename) and not is_named_tuple else None
 
     def _line(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if self._last and not self.found and self._probe() != self._before:

@@ -484,17 +484,14 @@ class Clock:
             host = self._arrive()
             self._touch("cudaEventQuery", moment)
             host.modelled_time += self.device.host.event
-            return self._has_passed(moment, host.now + host.modelled_time)
+            has_passed = moment.time <= host.now + host.modelled_time
+            if has_passed:
+                self.order.host_waits(moment.order)
+            return has_passed
 
     def passed(self, moment: Moment) -> bool:
         """The same, when nobody asks: it costs no time."""
-        return self._has_passed(moment, self.host().now)
-
-    def _has_passed(self, moment: Moment, now: int) -> bool:
-        if moment.time <= now:
-            self.order.host_waits(moment.order)
-            return True
-        return False
+        return moment.time <= self.host().now
 
     def idle(self, stream: int) -> bool:
         """Whether everything in the stream is done: `torch.cuda.Stream.query`."""

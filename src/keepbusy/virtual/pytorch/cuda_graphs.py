@@ -243,7 +243,7 @@ class CUDAGraph:
                 "on the default stream.)"
             )
         MACHINE.clock.capture(self._stream, capture_error_mode)
-        MACHINE.memory.accesses.begin_capture()
+        MACHINE.memory.accesses.begin_capture(MACHINE.clock.capturing)
         self._pool = pool if pool and any(pool) else (next(_private_pools), 0)
         MACHINE.memory.capture(self._device, self._pool, MACHINE.clock.capturing)
         if VALUES.real:
@@ -261,6 +261,7 @@ class CUDAGraph:
         if self._tracker is not None:
             self._tracker.stop()
         if MACHINE.stream(CURRENT.device) != self._stream:
+            MACHINE.memory.accesses.end_capture()
             raise RuntimeError("Capture must end on the same stream it began on.")
         try:
             self._graph = MACHINE.clock.end_capture(self._stream)

@@ -215,10 +215,12 @@ def _run_backward(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     MACHINE.clock.spend(MACHINE.device.host.backward_pass)
     host = MACHINE.clock.host()
     outer, host.backward_pass = host.backward_pass, MACHINE.forward_streams.begin_backward(MACHINE.clock, host)
+    MACHINE.memory.accesses.in_backward += 1
     try:
         with torch.autograd.set_multithreading_enabled(False):
             return native(*args, **kwargs)
     finally:
+        MACHINE.memory.accesses.in_backward -= 1
         ended, host.backward_pass = host.backward_pass, outer
         if ended is not None:
             ended.end()
@@ -442,6 +444,7 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         with PythonCalls() if _of_shards(args) else nullcontext():
             left_out = unread and given.nbytes > CARRIED_SIZE
             made = given if left_out else _at_program(func, args)(*args, **(kwargs or {}))
+        pinned_uses.note(name, args, kwargs or {}, made)
         if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
             _price(name, args, made)
         return made

@@ -43,6 +43,12 @@ _KNOWN_BY_TYPE: Mapping[bool, frozenset[type]] = {True: frozenset(), False: froz
 _TRUTHS = {"eq", "ne", "mul", "all", "any", "bitwise_not", "bitwise_and", "logical_not", "logical_and"}
 """What `isfinite` consists of, and what is made of truths."""
 _INTEGERS_OR_TRUTHS = frozenset([int, bool])
+_RENEWING = ("training", "train", "use_input_stats")
+_PICKING = frozenset([
+    "index", "index_select", "embedding", "gather", "take", "index_copy_", "index_add_", "index_put_",
+    "_index_put_impl_", "scatter_", "scatter_add_", "put_", "masked_select", "masked_scatter_", "masked_fill_",
+])  # fmt: skip
+"""Operators that use of their first tensor no more than what an index or a mask chooses."""
 _NO_TENSORS = -2
 _NOT_PLAIN: tuple[None, int, list[Any]] = (None, NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -184,7 +190,9 @@ class Kernel:
         self.writes = tuple(
             (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
         )
-        self.written_at = frozenset(at for _, at in self.writes)
+        self.written_at = frozenset(at for at, one in enumerate(schema.arguments) if _writes(one))
+        self.renewed_at = frozenset(at for name, at in self.writes if name.startswith("running_"))
+        self.picks = short in _PICKING
         self.reads = not (short.endswith("_like") or short.startswith("new_"))  # which look at shapes alone
         self.returned = _returned(schema)
         self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
@@ -314,11 +322,12 @@ class Kernel:
     def _use(self, args: Sequence[Any], kwargs: Mapping[str, Any], stream: int, place: int) -> int:
         """Note which of its arguments it reads and writes; returns the number of its command."""
         number, use = MACHINE.clock.order.command(stream), MACHINE.use_one
+        renews = bool(self.renewed_at) and self._renews(args, kwargs)
         for at, one in enumerate(args):
-            writes = at in self.written_at
+            writes = at in self.written_at or (renews and at in self.renewed_at)
             if isinstance(one, Tensor):
                 if one.is_cuda and (writes or self.reads):
-                    use(one, writes, stream, number, place)
+                    use(one, writes, stream, number, place, self.picks and at == 0)
             elif isinstance(one, list | tuple):
                 for each in one:
                     if isinstance(each, Tensor) and each.is_cuda:
@@ -328,6 +337,11 @@ class Kernel:
                 if each.is_cuda:
                     use(each, name in self.written, stream, number, place)
         return number
+
+    def _renews(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether running means are renewed: by a forward pass that trains."""
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        return not self.short.endswith("backward") and any(map(given.get, _RENEWING))
 
     def _made(self, result: Any, stream: int, number: int, place: int) -> Any:
         """Note that it writes its new results; returns the result."""

@@ -218,10 +218,7 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
 
 def _ask(device: int, host: Tensor, non_blocking: bool) -> None:
     """Before anything is written: whether the program may copy so between host and device."""
-    pinned = is_pinned(host)
-    MACHINE.needs_pinned(device, pinned)
-    if pinned and non_blocking:
-        pinned_uses.watch()
+    MACHINE.needs_pinned(device, is_pinned(host))
     if not non_blocking:
         cuda_api.announce_sync()
 
@@ -336,7 +333,6 @@ def _taken_home(
     # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
     if non_blocking:
         pin(host)
-        pinned_uses.watch()
     else:
         cuda_api.announce_sync()
     device_index = tensor.get_device()

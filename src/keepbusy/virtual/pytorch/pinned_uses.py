@@ -1,12 +1,10 @@
 """What the program itself reads from and writes to pinned memory, while copies from or to it may be under way.
 
-PyTorch says of each function that Python calls which tensors go in and come out. That is looked at only from the first
-copy on that does not block, and only of pinned tensors that a copy has used since the host last waited for it. A view
-reads nothing.
+What a copy reads must be the same until the host has waited for it: if it is not, it was written to, by PyTorch or
+through an array of `Tensor.numpy()`. If the functions that run then have one statement that does so, it is to blame.
 
-An array of `Tensor.numpy()` does not tell what is done with it. But what a copy reads must be the same until the host
-has waited for it: if it is not, an array was written to. If the functions that run then have one statement that does
-so, it is to blame.
+On a modelled clock each function of PyTorch's that Python calls is seen, with its tensors. There reads are found, too,
+and the line is always known. A view reads nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ import ast
 import ctypes
 import linecache
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.nn import Parameter
 
 from keepbusy.instrument.lines import USER, kind_of, outwards, shown
 from keepbusy.virtual.accesses import HOST, Use
@@ -31,44 +28,16 @@ from keepbusy.virtual.clock.order import Reached
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch.tensors import is_pinned, memory_at, tensors_in
 
-_READS_VALUES = frozenset([
-    "tolist", "item", "equal", "allclose", "is_nonzero", "__float__", "__int__", "__bool__", "__index__", "__complex__",
-    "__contains__", "__repr__", "__format__", "__deepcopy__",
-])  # fmt: skip
-"""Functions that read values and return no tensor that shows it."""
-_ONLY_FORM = frozenset([
-    "requires_grad_", "share_memory_", "detach_", "resize_", "resize_as_", "unsqueeze_", "squeeze_", "transpose_", "t_",
-    "swapaxes_", "swapdims_", "as_strided_", "set_", "rename_", "apply_",
-])  # fmt: skip
-"""Functions whose names say that they write, and that change a tensor's form alone."""
+_PLAIN_KINDS = (Tensor, Parameter)
+"""Others may have no memory of their own, and their classes would be told that we look."""
+_MOST_COPIED = 64
+_WORDS = 1 << 18
+"""Of larger memory so many are looked at."""
+_WRITERS = frozenset(["copyto", "put", "place", "putmask"])
+"""Functions of NumPy that write into their first argument."""
+_WRITING_METHODS = frozenset(["fill", "sort", "partition", "put", "itemset", "setfield"])
 
-
-class PinnedUses(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
-    """At the bottom of a thread's modes, for the program's own come and go above it."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given = tensors_in((*args, *kwargs.values()))
-        if any(map(_is_in_use, given)):
-            host = MACHINE.clock.pause()
-            try:
-                _note(getattr(func, "__name__", ""), args, kwargs, given, result)
-            finally:
-                host.resume()
-        return result
-
-
-class _Watched(threading.local):
-    is_on = False
-
-
-_WATCHED = _Watched()
-
-
-# What is written through arrays.
+# What is in memory that a copy reads.
 
 
 class _Copied(NamedTuple):
@@ -87,12 +56,6 @@ class _Copied(NamedTuple):
 
 
 _COPIED: list[_Copied] = []
-_MOST_COPIED = 64
-_WORDS = 1 << 18
-"""Of larger memory so many are looked at."""
-_WRITERS = {"copyto": 0, "put": 0, "place": 0, "putmask": 0}
-"""Functions of NumPy that write into one of their arguments."""
-_WRITING_METHODS = {"fill", "sort", "partition", "put", "itemset", "setfield"}
 
 
 def copied_from(tensor: Tensor, stream: int, number: int) -> None:
@@ -124,8 +87,6 @@ def _about_to_wait(reached: Reached) -> None:
 
 def _look_at(copied: list[_Copied]) -> None:
     """Whether anything has changed. This is done once, for later changes are in order."""
-    if not copied:
-        return
     done = {id(one) for one in copied}
     _COPIED[:] = [one for one in _COPIED if id(one) not in done]
     for one in copied:
@@ -141,94 +102,117 @@ def _print(low: int, size: int) -> int:
     return hash(some.tobytes())
 
 
+# The statement that has changed it.
+
+
 def _place_writing(copied: _Copied) -> int:
-    """The program's statement that writes into an array over this memory; nowhere if it cannot be told from others."""
+    """The one statement that writes there; nowhere if it cannot be told from others."""
     found = set[int]()
     for frame in outwards(sys._getframe(1)):
         if kind_of(frame.f_code.co_filename) != USER:
             continue
         names = {**frame.f_globals, **frame.f_locals}
-        for line, target in _array_writes(frame.f_code.co_filename):
-            array = _value(target, names)
-            if isinstance(array, np.ndarray) and 0 <= array.ctypes.data - copied.low < copied.size:
+        functions, writes = _writes_in(frame.f_code.co_filename)
+        here = _innermost(functions, frame.f_lineno or 0)
+        for line, target in writes:
+            if _innermost(functions, line) != here:
+                continue
+            if any(0 <= one - copied.low < copied.size for one in _addresses(_held(target, names))):
                 file = shown(frame.f_code.co_filename)
                 found.add(MACHINE.clock.place(f"{file}({line}): {frame.f_code.co_name}"))
     return found.pop() if len(found) == 1 else 0
 
 
+def _innermost(functions: list[tuple[int, int]], line: int) -> tuple[int, int]:
+    """The function around a line, by its first line and its last."""
+    return max((one for one in functions if one[0] <= line <= one[1]), default=(0, 0))
+
+
 @cache
-def _array_writes(file: str) -> list[tuple[int, ast.expr]]:
-    """Of a file, the lines that may write into an array, and what that array is called."""
+def _writes_in(file: str) -> tuple[list[tuple[int, int]], list[tuple[int, ast.expr]]]:
+    """The functions of a file, and its lines that may write into an array or a tensor, with what that is called."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
-        return []
-    found = list[tuple[int, ast.expr]]()
+        return [], []
+    functions, found = list[tuple[int, int]](), list[tuple[int, ast.expr]]()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AugAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found += [(node.lineno, one.value) for one in targets if isinstance(one, ast.Subscript)]
-            found += [(node.lineno, one) for one in targets if isinstance(node, ast.AugAssign) and one is node.target]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append((node.lineno, node.end_lineno or node.lineno))
+        elif isinstance(node, ast.Assign):
+            found += [(node.lineno, one.value) for one in node.targets if isinstance(one, ast.Subscript)]
+        elif isinstance(node, ast.AugAssign):
+            found.append((node.lineno, node.target))
         elif isinstance(node, ast.Call):
             found += [(node.lineno, one.value) for one in node.keywords if one.arg == "out"]
             if isinstance(node.func, ast.Attribute):
                 name = node.func.attr
-                found += [(node.lineno, node.func.value)] if name in _WRITING_METHODS else []
+                writes = name in _WRITING_METHODS or (name.endswith("_") and not name.endswith("__"))
+                found += [(node.lineno, node.func.value)] if writes else []
                 found += [(node.lineno, node.args[0])] if name in _WRITERS and node.args else []
-    return found
+    return functions, found
 
 
-def _value(name: ast.expr, names: Mapping[str, Any]) -> Any:
-    """What a name or an attribute is, without running anything of the program's."""
+def _held(name: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What a name, an attribute or a part of one is, without running anything of the program's."""
     if isinstance(name, ast.Name):
         return names.get(name.id)
-    if isinstance(name, ast.Subscript):  # a part of an array, or an array of a list
-        whole = _value(name.value, names)
-        if isinstance(whole, list | tuple):
-            return next((one for one in whole if isinstance(one, np.ndarray)), None)
-        return whole
+    if isinstance(name, ast.Subscript):
+        return _held(name.value, names)
     if isinstance(name, ast.Attribute):
-        owner = _value(name.value, names)
-        return getattr(owner, "__dict__", {}).get(name.attr)
+        return getattr(_held(name.value, names), "__dict__", {}).get(name.attr)
     return None
 
 
-# What is read and written by functions of PyTorch.
+def _addresses(value: Any) -> list[int]:
+    """Where an array or a tensor begins, or those of a list or a dict."""
+    if isinstance(value, np.ndarray):
+        return [value.ctypes.data]
+    if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+        return [value.data_ptr()]
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple) and len(value) <= _MOST_COPIED:
+        return [one for part in value for one in _addresses(part)]
+    return []
 
 
-def watch() -> None:
-    """From now on, in this thread."""
-    if _WATCHED.is_on:
+# What functions of PyTorch read and write.
+
+_READS_VALUES = frozenset([
+    "tolist", "item", "equal", "allclose", "is_nonzero", "__float__", "__int__", "__bool__", "__index__", "__complex__",
+    "__contains__", "__repr__", "__format__", "__deepcopy__",
+])  # fmt: skip
+"""Those that read values and return no tensor that shows it."""
+_READS_FORM = frozenset(["__get__", "__set__", "new", "to"])
+"""Those that return other tensors and read no values: where `to` copies, an operator notes it."""
+_WRITES_FORM = frozenset([
+    "requires_grad_", "share_memory_", "detach_", "resize_", "resize_as_", "unsqueeze_", "squeeze_", "transpose_", "t_",
+    "swapaxes_", "swapdims_", "as_strided_", "set_", "rename_",
+])  # fmt: skip
+"""Those whose names say that they write, and that change a tensor's form alone."""
+
+
+def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    """A function of PyTorch's was called, on a modelled clock. On another one nothing stands around the program's own
+    calls, for that would change which kernels PyTorch chooses."""
+    if not MACHINE.memory.accesses.has_pinned or name in _READS_FORM or name.endswith("_as"):
         return
-    _WATCHED.is_on = True
-    above = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-    for mode in (PinnedUses(), *reversed(above)):
-        torch._C._push_on_torch_function_stack(mode)
-
-
-def read(tensor: Tensor) -> None:
-    """The program reads its values in a way that is no function of a tensor's: it pickles it."""
-    if tensor.layout is torch.strided and _is_in_use(tensor):
-        MACHINE.memory.accesses.use_pinned(tensor, False, HOST, 0, MACHINE.places.here())
-
-
-def _is_in_use(tensor: Tensor) -> bool:
-    return is_pinned(tensor) and MACHINE.memory.accesses.is_in_use(tensor)
-
-
-def _note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[Tensor], result: Any) -> None:
-    made = tensors_in(result)
-    if any(one.is_cuda for one in (*given, *made)):
-        return  # a copy, whose operator has noted it
-    written = tensors_in(kwargs.get("out"))
-    if args and _writes(name):
-        written += tensors_in(args[0])
+    given = [one for one in tensors_in([*args, *kwargs.values()]) if type(one) in _PLAIN_KINDS]
+    try:
+        used = [one for one in given if _is_in_use(one)]
+    except RuntimeError:  # tensors without memory, as function transforms have them
+        return
+    made = [one for one in tensors_in(result) if type(one) in _PLAIN_KINDS] if used else []
+    if not used or any(one.is_cuda for one in (*given, *made)):  # a copy, which its operator notes
+        return
+    written = tensors_in(kwargs.get("out")) + (tensors_in(args[0]) if args and _writes(name) else [])
     reads = name in _READS_VALUES or bool(written)
-    if not (name.endswith("_like") or name.startswith("new_") or name in _ONLY_FORM):
+    if not (name.endswith("_like") or name.startswith("new_") or name in _WRITES_FORM):
         known = {one.untyped_storage().data_ptr() for one in given}
         reads |= any(one.untyped_storage().data_ptr() not in known for one in made if _is_dense(one))
     place = MACHINE.places.here()
-    for one in filter(_is_in_use, given):
+    for one in used:
         writes = any(one is each for each in written)
         if writes:
             forget_copied(one)
@@ -236,10 +220,20 @@ def _note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: li
             MACHINE.memory.accesses.use_pinned(one, writes, HOST, 0, place)
 
 
+def read(tensor: Tensor) -> None:
+    """The program reads its values in a way that is no function of a tensor's: it pickles it."""
+    if type(tensor) in _PLAIN_KINDS and _is_dense(tensor) and _is_in_use(tensor):
+        MACHINE.memory.accesses.use_pinned(tensor, False, HOST, 0, MACHINE.places.here())
+
+
+def _is_in_use(tensor: Tensor) -> bool:
+    return is_pinned(tensor) and MACHINE.memory.accesses.is_in_use(tensor)
+
+
 def _writes(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
-    return name.endswith("_") and name not in _ONLY_FORM
+    return name.endswith("_") and name not in _WRITES_FORM
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -84,7 +84,10 @@ class Handle(Work):
         return True
 
     def get_future(self) -> Any:
-        """C++ waits for it when the backward pass ends, and does not tell: what is queued here comes before."""
+        """C++ waits for it when the backward pass ends, and does not tell: what is queued here comes before. At the end
+        of the pass itself nothing can be queued any more."""
+        if torch._C._current_autograd_node() is None:
+            self._hold_up()
         with contextlib.suppress(RuntimeError):  # where nothing goes back, who asked for it waits by itself
             torch.autograd.Variable._execution_engine.queue_callback(self._hold_up)
         return self.future
@@ -182,6 +185,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         sends: bool = True,
         peer: int = -1,
         agree: Callable[[int], int] | None = None,
+        writes: bool = True,
     ) -> Handle:
         """`does` gets the tensors as host tensors and moves their values. `sends`: this rank's are among them.
 
@@ -204,7 +208,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
                 return Handle(result)
             size = max([_bytes(one) for one in tensors], default=0)
             given = tensors[-1] if sends else []
-            written = [] if name == "send" else tensors[0]
+            written = tensors[0] if writes else []
             use = partial(MACHINE.use, given, written, place=place)
             moment = self._on_clock(name, device, size, meet, peer, use)
             return Handle(result, device, moment, self._by_host)
@@ -282,7 +286,10 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def _as_gloo(self, name: str, options: Any, *tensors: Any) -> Handle:
         sends = name != "broadcast" or options.rootRank == self.index
         does = getattr(self.gloo, name)
-        return self._run(name, tensors[0], [*tensors], lambda *on_host: does(*on_host, options), sends=sends)
+        is_root = options.rootRank == self.index
+        writes = {"broadcast": not is_root, "reduce": is_root, "gather": is_root}.get(name, True)
+        run = partial(self._run, name, tensors[0], [*tensors], lambda *on_host: does(*on_host, options))
+        return run(sends=sends, writes=writes)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
@@ -352,7 +359,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             return mine
 
         meet, agree = partial(tell, beside=_TIME_TAG), partial(tell, beside=_KNOWN_TAG)
-        return self._run("send", tensors, [tensors], post, meet, peer=peer, agree=agree)
+        return self._run("send", tensors, [tensors], post, meet, peer=peer, agree=agree, writes=False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         if not self._stays_on_host(tensors):
