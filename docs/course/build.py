@@ -41,7 +41,8 @@ BLOCK = re.compile(r"<!-- (source|output|report|picture|measured) (.*?) -->\n.*?
 COMMAND = re.compile(r"(?m)^keepbusy run (.*?) chapter\d/(\w+)\.py")
 """As the page tells its readers to run them, so they are run here: those that it does not name like the first one. How
 many GPUs and ranks a program wants stands in itself."""
-REPORT = "\nkeepbusy · "
+REPORT = re.compile(r"\n(?=Data race: |keepbusy · )")
+"""Where it begins: behind what the program printed."""
 OURS = re.compile(r"(?m)^keepbusy: .*\n")
 """Said on standard error, of a program that has nothing to report: that is not the program's."""
 MEASURED = COURSE / "h200.json"
@@ -163,7 +164,7 @@ class Run:
         if what == "output":
             return f"```\n{self.printed}\n```"
         if what == "report":
-            return f"```\n{self.printed}\n{REPORT}{self.report.rstrip()}\n```"
+            return f"```\n{self.printed}\n\n{self.report.rstrip()}\n```"
         return f"![The timeline of {self.name}]({pictures.name}/{self.name}.svg)"
 
     @property
@@ -223,8 +224,8 @@ class Run:
         texts = [OURS.sub("", out.read_text(encoding="utf-8").replace(f"{place}/", "")) for out in told]
         if any(codes):
             raise SystemExit("\n".join([f"{self.program.name} failed:", *texts]))
-        self.printed = "\n".join(filter(None, (text.partition(REPORT)[0].rstrip() for text in texts)))
-        self.report = texts[0].partition(REPORT)[2]
+        self.printed = "\n".join(filter(None, (REPORT.split(text, maxsplit=1)[0].rstrip() for text in texts)))
+        self.report = "".join(REPORT.split(texts[0], maxsplit=1)[1:])
         if self.pictured:
             pictures.mkdir(exist_ok=True)
             (pictures / f"{self.name}.svg").write_text(drawn(keepbusy.load(last_run.path())), encoding="utf-8")

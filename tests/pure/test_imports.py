@@ -169,10 +169,10 @@ LINES = {
     "traces": 2420,
     "instrument": 3726,
     "log": 3315,
-    "virtual": 10060,
+    "virtual": 10312,
     "explain": 5041,
-    "report": 3454,
-    "runtime": 7088,
+    "report": 3456,
+    "runtime": 7103,
     "cli": 3980,
     "fix": 3563,
 }

@@ -11,7 +11,7 @@ for stream in (torch.cuda.current_stream(), side):  # what is first on a stream 
     with torch.cuda.stream(stream):
         x += 0
         x.sum()
-torch.cuda.synchronize()
+    torch.cuda.synchronize()
 
 torch.cuda._sleep(10 * MILLISECOND)  # whatever keeps the stream busy
 x += 1

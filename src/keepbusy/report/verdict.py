@@ -99,8 +99,8 @@ def lines(diagnosis: Diagnosis, commands: Commands, width: int) -> list[Text]:
 
 def alarms(diagnosis: Diagnosis, width: int) -> list[Text]:
     """Above all else: that the program did not come to its end, or that its results depend on who is faster."""
-    sentences = (run_report.cut_short(diagnosis), race_words.in_short(diagnosis.races))
-    return [text for sentence in sentences for text in broken(sentence, width)]
+    race = broken(race_words.in_short(diagnosis.races), width)
+    return [*broken(run_report.cut_short(diagnosis), width), *race, *([Text()] if race else [])]
 
 
 def broken(sentence: str, width: int) -> list[Text]:

@@ -57,7 +57,7 @@ class Use(NamedTuple):
     place: int  # in the program
     view: View | None = None  # None for memory without gaps
     is_partial: bool = False  # of rows that an index chooses: which ones, nobody knows
-    is_kept: bool = False  # within a backward pass, whose engine keeps memory until all streams are done with it
+    is_kept: bool = False  # within a backward pass, whose engine keeps gradients until all streams are done with them
     freed: bool = False  # whether the memory was given back since
 
 
@@ -148,14 +148,16 @@ class Accesses:
     def free(self, block: Block) -> None:
         """Its own stream takes it again in order; others may still use it, unless `record_stream` said so."""
         for one in block.uses:
-            is_safe = one.stream == block.stream or one.is_kept or one.stream in self.private_streams
-            if not is_safe and not self._order.comes_before(one.stream, one.number, block.stream):
+            is_kept = (one.is_kept and block.went_back) or one.stream in self.private_streams
+            is_ordered = self._order.comes_before(one.stream, one.number, block.stream)
+            if one.stream != block.stream and not is_kept and not is_ordered:
                 self._freed.append(one._replace(freed=True))
         del self._freed[:-_MOST_FREED]
         block.uses = []
 
     def take(self, block: Block) -> None:
         """Memory is given out again: who used it before may still be at work."""
+        block.went_back = self.in_backward > 0
         if self._freed:
             low, high = block.address, block.address + block.size
             is_known = self._order.is_known_to_host

@@ -37,7 +37,10 @@ PoolId: TypeAlias = tuple[int, int]
 class Block:
     """A part of a segment. Free ones lie in their pool's list."""
 
-    __slots__ = ("address", "after", "before", "device", "free", "pool", "requested", "size", "stream", "users", "uses")
+    __slots__ = (
+        "address", "after", "before", "device", "free", "pool", "requested", "size", "stream", "users", "uses",
+        "went_back",
+    )  # fmt: skip
 
     def __init__(self, device: int, stream: int, address: int, size: int, pool: Pool) -> None:
         self.device, self.stream, self.address, self.size, self.pool = device, stream, address, size, pool
@@ -47,6 +50,7 @@ class Block:
         self.after: Block | None = None
         self.users: set[int] | None = None  # other streams that use it, as `record_stream` said
         self.uses: list[Use] = []  # see `Accesses`
+        self.went_back = False  # whether it was taken within a backward pass, as gradients are
 
     @property
     def split(self) -> bool:
