@@ -69,21 +69,27 @@ def test_what_a_loop_computes_becomes_a_function() -> None:
     """)
 
 
-def test_a_script_hands_over_what_changes_and_a_method_its_object() -> None:
-    script = captured("""\
+def script_asking(value: str) -> str:
+    return f"""\
         import keepbusy
         step, hidden = 0, torch.zeros(3)
         while step < 9:  # loop
             x = batches.next()  # stays
             hidden = hidden * 2  # launches
             loss = (model(x) + hidden).sum()  # launches
-            print(step, loss.item())  # stays
+            print(step, {value})  # stays
             step += 1
-    """)
+    """
+
+
+def test_a_script_hands_over_what_changes_and_a_method_its_object() -> None:
+    script = captured(script_asking("loss.item()"))
     assert script is not None
     assert "def captured_step(hidden, x):\n" in script
     assert "    return hidden, loss.detach()\n" in script
     assert "    hidden, loss = captured_step(hidden, x)\n    print(step, loss.item())" in script
+    assert script == captured(script_asking("loss.data.item()")).replace("loss.data.item()", "loss.item()")
+    assert "    return hidden, loss\n" in captured(script_asking("loss.data"))  # which may be kept, or be no tensor's
     method = captured("""\
         import keepbusy
         class Agent:

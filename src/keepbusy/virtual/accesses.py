@@ -110,7 +110,7 @@ class Accesses:
             self._captured.append((uses, use))
         elif not uses:
             uses.append(use)
-        elif len(uses) == 1 and (last := uses[0]).stream == stream and last[:3] == use[:3] and view is None:
+        elif len(uses) == 1 and (last := uses[0]).stream == stream and last[:3] == use[:3] and not (view or is_partial):
             uses[0] = use
         else:
             self._meet(uses, use)

@@ -23,7 +23,7 @@ class FoundRaces:
         self._names = list(clock.rows.names)
 
     def all(self, accesses: Accesses) -> tuple[DataRace, ...]:
-        """The most frequent first."""
+        """In the order in which they came first."""
         found = [self._told(race, accesses.times[key]) for key, race in accesses.races.items()]
         joined: dict[tuple[str, RacingUse, RacingUse], DataRace] = {}
         for one in found:  # several calls of a line have a place each

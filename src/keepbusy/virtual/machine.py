@@ -25,6 +25,7 @@ from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import allocator_settings
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.lanes import NOISE_LIMIT, HostThread
+from keepbusy.virtual.clock.order import Made
 from keepbusy.virtual.clock.real_time import HostTime, Onlooker, UncountedWork
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
@@ -295,6 +296,14 @@ class Machine:
         try:
             seen = getattr(tensor, "_local_tensor", tensor)  # of a distributed one, this rank's part
             return read(to_host(seen.data) if seen.is_cuda else seen)
+        finally:
+            host.resume()
+
+    def made_here(self) -> Made:
+        """A stream or an event is made: where, for the names that the program gives them."""
+        host = self.clock.pause()
+        try:
+            return self.clock.order.make(self.places.here())
         finally:
             host.resume()
 

@@ -576,9 +576,14 @@ class _Function:
     def _is_asked_values(self, name: str, inside: Set[int]) -> bool:
         """Whether all that stands outside asks for its value, and so for a tensor."""
         parts = [part for part in ast.walk(self.node) if id(part) not in inside]
-        looked_into = {id(part.value): part.attr for part in parts if isinstance(part, ast.Attribute)}
-        loads = [id(one) for one in parts if isinstance(one, ast.Name) and one.id == name and _is_load(one)]
-        asked = {looked_into.get(one, "") for one in loads}
+        looked_into = {id(part.value): part for part in parts if isinstance(part, ast.Attribute)}
+        asked = set[str]()
+        for one in parts:
+            if isinstance(one, ast.Name) and one.id == name and _is_load(one):
+                look = looked_into.get(id(one))
+                if look is not None and look.attr == "data":
+                    look = looked_into.get(id(look), look)  # what follows it
+                asked.add("" if look is None else look.attr)
         return asked <= _WITHOUT_GRADIENT and bool(asked & {"item", "detach", "tolist"})
 
     def _shows(self, statements: Iterable[Statement]) -> bool:

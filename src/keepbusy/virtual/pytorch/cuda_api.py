@@ -82,7 +82,7 @@ class Event:
         self.moment = BEGINNING
         self.device: torch.device | None = None if device is None else torch.device("cuda", CURRENT.index(device))
         self._has_timing, self._is_external = enable_timing, external
-        self._made = MACHINE.clock.order.make(MACHINE.places.here())
+        self._made = MACHINE.made_here()
 
     @property
     def cuda_event(self) -> int:
@@ -134,7 +134,7 @@ class Stream:
         lane = given.get("stream_id")
         if lane is None:
             lane = MACHINE.clock.new_stream(index)
-            MACHINE.clock.order.made[lane] = MACHINE.clock.order.make(MACHINE.places.here())
+            MACHINE.clock.order.made[lane] = MACHINE.made_here()
         return cls._of(index, lane, priority)
 
     @classmethod
