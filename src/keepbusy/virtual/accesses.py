@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from keepbusy.virtual.clock.order import Made, StreamOrder
-from keepbusy.virtual.pytorch.tensors import memory_at
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from keepbusy.virtual.device_memory import Block
 
 HOST = -1
@@ -115,11 +115,12 @@ class Accesses:
         else:
             self._meet(uses, use)
 
-    def use_pinned(self, tensor: Tensor, writes: bool, stream: int, number: int, place: int) -> None:
-        """A command copies from or to pinned memory, or (`HOST`) the program itself reads or writes there."""
+    def use_pinned(self, tensor: Tensor, memory: object, writes: bool, stream: int, number: int, place: int) -> None:
+        """A command copies from or to pinned memory, or (`HOST`) the program itself reads or writes there. `memory`:
+        what stands for it."""
         address = tensor.untyped_storage().data_ptr()
         low, high, view = _extent(tensor, tensor.data_ptr())
-        self.use_pinned_bytes(address, memory_at(address), Use(low, high, writes, stream, number, place, view))
+        self.use_pinned_bytes(address, memory, Use(low, high, writes, stream, number, place, view))
 
     def use_pinned_bytes(self, address: int, memory: object, use: Use) -> None:
         """The same of bytes, in the pinned memory that begins at an address."""
@@ -136,12 +137,11 @@ class Accesses:
         """Whether anything was copied from or to pinned memory."""
         return bool(self._pinned)
 
-    def is_in_use(self, tensor: Tensor) -> bool:
+    def is_in_use(self, address: int, memory: object) -> bool:
         """Whether the host has not yet waited for all that was copied from or to this pinned memory."""
-        address = tensor.untyped_storage().data_ptr()
-        memory, uses = self._pinned.get(address, (None, []))
-        is_known = self._order.is_known_to_host
-        return memory is memory_at(address) and any(not is_known(one.stream, one.number) for one in uses)
+        known, uses = self._pinned.get(address, (None, []))
+        is_done = self._order.is_known_to_host
+        return known is memory and any(not is_done(one.stream, one.number) for one in uses)
 
     # memory that is freed, and taken again
 

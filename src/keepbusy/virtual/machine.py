@@ -32,7 +32,7 @@ from keepbusy.virtual.costs.operator_costs import OperatorCosts
 from keepbusy.virtual.device_memory import Block, Memory, OutOfMemory
 from keepbusy.virtual.found_races import FoundRaces
 from keepbusy.virtual.pytorch.backward_streams import NOT_CHOSEN, ForwardStreams
-from keepbusy.virtual.pytorch.tensors import VALUES, Pages, is_pinned, tensors_in, to_device, to_host
+from keepbusy.virtual.pytorch.tensors import VALUES, Pages, is_pinned, memory_at, tensors_in, to_device, to_host
 
 if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.cuda_graphs import Recording
@@ -322,16 +322,17 @@ class Machine:
     ) -> None:
         if tensor.layout is not torch.strided or not tensor.is_cuda:
             if is_pinned(tensor) and tensor.numel():
-                self.memory.accesses.use_pinned(tensor, writes, stream, number, place)
+                memory = memory_at(tensor.untyped_storage().data_ptr())
+                self.memory.accesses.use_pinned(tensor, memory, writes, stream, number, place)
             return
         begin = tensor.data_ptr()
-        memory, offset = self._memory.get(begin), 0
-        if memory is None:
+        held, offset = self._memory.get(begin), 0
+        if held is None:
             address = tensor.untyped_storage().data_ptr()
-            memory, offset = self._memory.get(address), begin - address
-        if memory is not None and memory.block is not None and tensor.numel():
+            held, offset = self._memory.get(address), begin - address
+        if held is not None and held.block is not None and tensor.numel():
             accesses = self.memory.accesses
-            accesses.use_block(memory.block, tensor, offset, writes, stream, number, place, is_partial)
+            accesses.use_block(held.block, tensor, offset, writes, stream, number, place, is_partial)
 
     # memory
 

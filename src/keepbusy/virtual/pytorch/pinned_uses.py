@@ -217,17 +217,22 @@ def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: An
         if writes:
             forget_copied(one)
         if writes or reads:
-            MACHINE.memory.accesses.use_pinned(one, writes, HOST, 0, place)
+            MACHINE.memory.accesses.use_pinned(one, _memory_of(one), writes, HOST, 0, place)
 
 
 def read(tensor: Tensor) -> None:
     """The program reads its values in a way that is no function of a tensor's: it pickles it."""
     if type(tensor) in _PLAIN_KINDS and _is_dense(tensor) and _is_in_use(tensor):
-        MACHINE.memory.accesses.use_pinned(tensor, False, HOST, 0, MACHINE.places.here())
+        MACHINE.memory.accesses.use_pinned(tensor, _memory_of(tensor), False, HOST, 0, MACHINE.places.here())
 
 
 def _is_in_use(tensor: Tensor) -> bool:
-    return is_pinned(tensor) and MACHINE.memory.accesses.is_in_use(tensor)
+    memory = _memory_of(tensor) if is_pinned(tensor) else None
+    return memory is not None and MACHINE.memory.accesses.is_in_use(tensor.untyped_storage().data_ptr(), memory)
+
+
+def _memory_of(tensor: Tensor) -> object:
+    return memory_at(tensor.untyped_storage().data_ptr())
 
 
 def _writes(name: str) -> bool:
