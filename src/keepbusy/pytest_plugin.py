@@ -226,12 +226,12 @@ class TestMeasure:
         if self._machine is None:
             yield "max_races cannot be measured on a real GPU; run this test where there is none"
             return
-        from keepbusy.report.race_words import paragraph
+        from keepbusy.report.race_words import paragraph, several
 
         times = {(one.kind, one.first, one.second): one.times for one in self._races_before}
         new = [one for one in self._races() if one.times > times.get((one.kind, one.first, one.second), 0)]
         if len(new) > most:
-            yield f"{len(new)} data race{'' if len(new) == 1 else 's'}, where max_races={most}"
+            yield f"{several(len(new))}, where max_races={most}"
             for race in new:
                 yield from paragraph(race)
 

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import CAUSES, PLACES
 from keepbusy.report import as_json
+from keepbusy.timeline.races import KINDS
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 EXPLAIN, COMPARE = (json.loads((REFERENCE / f"{name}.schema.json").read_text()) for name in ("explain", "compare"))
@@ -65,6 +66,7 @@ def test_the_schema_knows_every_cause_and_place() -> None:
     assert EXPLAIN["$defs"]["cause"]["properties"]["cause"]["enum"] == list(CAUSES)
     assert EXPLAIN["properties"]["ledger"]["propertyNames"]["enum"] == list(PLACES)
     assert COMPARE["properties"]["ledger"]["propertyNames"]["enum"] == list(PLACES)
+    assert EXPLAIN["$defs"]["race"]["properties"]["kind"]["enum"] == list(KINDS)
 
 
 @pytest.mark.parametrize("schema", [EXPLAIN, COMPARE], ids=["explain", "compare"])

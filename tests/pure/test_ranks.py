@@ -13,6 +13,7 @@ from strategies import loops
 from keepbusy.explain import explain
 from keepbusy.explain.plain import plain_run
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Kind, Timeline, settle
+from keepbusy.timeline.races import STREAMS, DataRace, RacingUse
 from keepbusy.timeline.ranks import merge, uneven_loops, where_ranks_differ
 from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import CutShort, Part, PlainRun, RunFacts, UnevenLoop
@@ -129,6 +130,16 @@ def test_what_lies_beside_the_loop_on_one_rank_is_no_step_of_any() -> None:
     assert len(whole_steps(both).marks_of(0)) == 5
     other = merge([first, second.change(marks=second.marks[:-1])])
     assert (other.facts.loop, other.facts.beside, len(other.marks)) == ("", (), 14)
+
+
+def test_a_race_that_all_ranks_have_is_one() -> None:
+    whole = steps_of_two(late=300).timeline()
+    first, second = RacingUse("train.py:4", True, "side"), RacingUse("train.py:6", False, "the default stream")
+    race = DataRace(STREAMS, first, second, 32, 3, "side.wait_stream(main)", "train.py:6")
+    other = replace(race, second=replace(second, place="train.py:9"))
+    each = ((race,), (replace(race, times=4), other))
+    merged = merge([alone(whole, rank).change_facts(races=races) for rank, races in enumerate(each)])
+    assert merged.facts.races == (replace(race, times=7), other)
 
 
 def test_the_rank_that_failed_first_ended_the_run() -> None:

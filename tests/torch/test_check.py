@@ -15,6 +15,7 @@ import pytest
 from warm_python import warm
 
 from keepbusy.cli import main
+from keepbusy.timeline.busy_file import load, save
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "ci.md"
@@ -261,3 +262,43 @@ def test_the_workflow_stands_on_the_page_and_runs_its_commands() -> None:
     assert f"```yaml\n{workflow}```" in PAGE.read_text()
     (checked,) = re.findall(r"- run: (keepbusy .*)", workflow)
     assert checked in COMMANDS
+
+
+RACES = """\
+import torch
+
+side = torch.cuda.Stream()
+x = torch.ones(8, device="cuda")
+with torch.cuda.stream(side):
+    y = x * 2
+side.synchronize()
+"""
+
+
+def test_races_fail_it_where_they_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "race.py").write_text(RACES)
+    reports = ("--junit", "races.xml", "--sarif", "races.sarif", "--github")
+    found = keepbusy(tmp_path, "check", "--races", *reports, "race.py")
+    said = "race.py:6 reads memory that race.py:4 may still be writing on the default stream."
+    assert found.returncode == 1
+    assert "too many   1 data race\n" in found.stdout
+    assert f"data race   {said}\n" in found.stdout
+    assert "Add side.wait_stream(torch.cuda.default_stream()) before race.py:6." in found.stdout
+    assert "::error file=race.py,line=6,title=keepbusy: data race::" in found.stdout
+    (case,) = ET.parse(tmp_path / "races.xml").getroot()[0]
+    assert (case.attrib["name"], case[0].attrib["message"]) == ("data races", "1 data race")
+    sarif = json.loads((tmp_path / "races.sarif").read_text())
+    jsonschema.validate(sarif, SCHEMA)
+    assert sarif["runs"][0]["results"][0]["ruleId"] == "data_race"
+
+    allowed = keepbusy(tmp_path, "check", "--races", "--allow", "race.py:6: an example", "race.py")
+    assert (allowed.returncode, "fine       no data races" in allowed.stdout) == (0, True)
+    assert "data race" not in keepbusy(tmp_path, "check", "--max-syncs", "1", "race.py").stdout
+
+
+def test_a_recording_of_a_real_gpu_says_nothing_of_races(runs: Path, tmp_path: Path) -> None:
+    real = load(runs / "healthy.busy").change_facts(virtual=False)
+    save(real, tmp_path / "real.busy")
+    done = keepbusy(tmp_path, "check", "--races", "real.busy")
+    assert done.returncode == 2
+    assert "real.busy was recorded on a real GPU, which does not say who uses which memory" in done.stderr

@@ -85,6 +85,33 @@ def test_marks_are_held_and_the_report_names_the_line(folder: Path) -> None:
         assert sentence in told
 
 
+def test_races_are_held_test_by_test(folder: Path) -> None:
+    (folder / "test_them.py").write_text("""\
+import pytest, torch
+
+def race():
+    side, x = torch.cuda.Stream(), torch.ones(8, device="cuda")
+    with torch.cuda.stream(side):
+        x.add_(1)
+    x.sum()
+
+def test_without_a_limit(gpu):
+    race()
+
+@pytest.mark.keepbusy(max_races=0)
+def test_that_races(gpu):
+    race()
+
+@pytest.mark.keepbusy(max_races=0)
+def test_that_does_not(gpu):
+    torch.ones(8, device=gpu).sum()
+""")
+    told = pytest_in(folder, "--keepbusy", "-rf").stdout
+    assert "1 failed, 2 passed" in told
+    assert "2 data races, where max_races=0" in told
+    assert "test_them.py:7 reads memory that test_them.py:6 may still be writing on stream side." in told
+
+
 def test_unasked_it_holds_nobody_to_anything(folder: Path) -> None:
     assert "1 failed, 7 passed" in pytest_in(folder).stdout
 

@@ -33,6 +33,11 @@ def remedy(race: DataRace) -> str:
     return f"Add {race.call} {'after' if race.after else 'before'} {_short(race.at)}."
 
 
+def several(number: int) -> str:
+    """`no data races`, `1 data race`, `2 data races`."""
+    return f"{number or 'no'} data race{'' if number == 1 else 's'}"
+
+
 def in_short(races: Sequence[DataRace]) -> str:
     """The first race, and how many more there are; "" where there is none."""
     if not races:
@@ -48,7 +53,7 @@ def paragraph(race: DataRace) -> Iterator[str]:
         source = source_of(Where.of(use.place)) if use.place else None
         if source is not None:
             yield f"  {_short(use.place)}  {source.text}"
-    often = f" It came {race.times:,} times." if race.times > 1 else ""
+    often = f" It happened {race.times:,} times." if race.times > 1 else ""
     yield f"  {remedy(race)}{often}"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 STREAMS, REUSED, REFILLED, READ_EARLY = "streams", "reused memory", "refilled pinned memory", "read too early"
 """What a race is about: two streams; memory that was freed and given out again; pinned memory that the program fills
@@ -27,7 +28,16 @@ class DataRace:
     first: RacingUse
     second: RacingUse
     size: int  # bytes that both use
-    times: int  # how often it came
+    times: int  # how often it happened
     call: str  # what would order them
     at: str  # the line that the call belongs to: file:line
     after: bool = False  # whether behind it, else in front of it
+
+
+def joined(races: Iterable[DataRace]) -> tuple[DataRace, ...]:
+    """Each race once, in order of first occurrence: ranks have the same ones, and a line may race in several calls."""
+    found: dict[tuple[str, RacingUse, RacingUse], DataRace] = {}
+    for race in races:
+        key = (race.kind, race.first, race.second)
+        found[key] = replace(found[key], times=found[key].times + race.times) if key in found else race
+    return tuple(found.values())

@@ -12,6 +12,7 @@ import numpy as np
 from keepbusy.timeline.figures import duration, figure, unit_of
 from keepbusy.timeline.frame_roles import PROFILER_STEP
 from keepbusy.timeline.model import NONE, Ints, Kind, Lane, Meetings, Timeline, last_arrival, settle
+from keepbusy.timeline.races import joined
 from keepbusy.timeline.run_facts import LOOP, Part, RunFacts, UnevenLoop
 
 Number = TypeVar("Number", int, float)
@@ -82,7 +83,7 @@ def _joined_facts(each: Sequence[RunFacts], ranks: Sequence[int], turns: int) ->
         loaders=tuple(sorted(loaders, key=lambda use: use.began - use.waited)),
         uneven=tuple(uneven_loops(trees)),
         cut_short=min(ended, key=lambda one: (one.how != "failed", one.ended), default=None),  # the others follow it
-        races=tuple(dict.fromkeys(race for facts in each for race in facts.races)),
+        races=joined(race for facts in each for race in facts.races),
         notes=(*each[0].notes, *where_ranks_differ(trees)),
         loop=each[0].loop if turns else "",
         beside=tuple(sorted({number for facts in each for number in facts.beside if number < turns - 1})),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Mapping
 from functools import cache
 from types import CodeType
 
+from keepbusy.instrument.loop_tree import read_source
 from keepbusy.timeline.frame_roles import Owner, owner_of_file, source_line
-from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace, RacingUse
+from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace, RacingUse, joined
 from keepbusy.virtual.accesses import HOST, Accesses, Race
 from keepbusy.virtual.clock.engine import Clock
 
@@ -23,17 +23,9 @@ class FoundRaces:
         self._names = list(clock.rows.names)
 
     def all(self, accesses: Accesses) -> tuple[DataRace, ...]:
-        """In the order in which they came first."""
-        found = [self._told(race, accesses.times[key]) for key, race in accesses.races.items()]
-        joined: dict[tuple[str, RacingUse, RacingUse], DataRace] = {}
-        for one in found:  # several calls of a line have a place each
-            key = (one.kind, one.first, one.second)
-            before = joined.get(key)
-            times = one.times + (before.times if before else 0)
-            joined[key] = DataRace(**{**vars(before or one), "times": times})
-        return tuple(joined.values())
+        return joined(self._race(race, accesses.times[key]) for key, race in accesses.races.items())
 
-    def _told(self, race: Race, times: int) -> DataRace:
+    def _race(self, race: Race, times: int) -> DataRace:
         first, second = race.first, race.second
         uses = [RacingUse(self._place(one.place), one.writes, self._stream(one.stream)) for one in (first, second)]
         at, after = uses[1].place, False
@@ -101,16 +93,20 @@ def _assigned(file: str, line: int, ordinal: int) -> str:
     return ast.unparse(target) if isinstance(value, ast.Call) else ""
 
 
+def program_tree(file: str) -> ast.Module:
+    """What a file of the program says, also a program that is none; nothing where it cannot be read."""
+    try:
+        return ast.parse(read_source(file))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
 @cache
 def _assignments(file: str) -> dict[int, tuple[ast.expr, ast.expr]]:
     """Of each line of an assignment its target and its value."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return {}
     found: dict[int, tuple[ast.expr, ast.expr]] = {}
     several = set[int]()
-    for node in ast.walk(tree):
+    for node in ast.walk(program_tree(file)):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             parts = (node.targets[0], node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:

@@ -191,8 +191,7 @@ def text(verdict: GateVerdict) -> str:
         mark = "too many" if kind in verdict.over else "fine" if verdict.limits[kind] is not None else "counted"
         lines.append(f"{mark:<11}{verdict.sentence(kind)}")
     if verdict.refuses_races:
-        number = len(tally.races)
-        lines.append(f"{'too many' if number else 'fine':<11}{number or 'no'} data race{'' if number == 1 else 's'}")
+        lines.append(f"{'too many' if tally.races else 'fine':<11}{race_words.several(len(tally.races))}")
     for race in verdict.races:
         lines += ["", *race_words.paragraph(race)]
     blamed = verdict.blamed()
@@ -300,8 +299,9 @@ def junit(verdict: GateVerdict) -> str:
         else:
             lines.append(f"{case}><system-out>{told}</system-out></testcase>")
     if verdict.refuses_races:
-        told = escape("\n\n".join("\n".join(race_words.paragraph(race)) for race in verdict.races))
-        failure = f'<failure message="{len(verdict.races)} data races">{told}</failure>' if told else ""
+        details = escape("\n\n".join("\n".join(race_words.paragraph(race)) for race in verdict.races))
+        number = race_words.several(len(verdict.races))
+        failure = f'<failure message="{number}">{details}</failure>' if details else ""
         lines.append(f'<testcase classname={name} name="data races">{failure}</testcase>')
     return "\n".join([*lines, "</testsuite></testsuites>\n"])
 

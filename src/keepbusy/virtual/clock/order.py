@@ -27,7 +27,7 @@ class StreamOrder:
         self._commands: defaultdict[int, int] = defaultdict(int)
         self._before_stream: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._before_host: dict[int, int] = {}
-        self.before_host_waits: Callable[[Reached], None] | None = None  # told what the host is about to know
+        self.before_host_waits: Callable[[Reached], None] | None = None  # called with what the host is about to know
         self.made: dict[int, Made] = {}  # where the program made a stream
         self._events: defaultdict[int, list[tuple[int, Made]]] = defaultdict(list)
         self._made_at: defaultdict[int, int] = defaultdict(int)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import linecache
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -25,6 +24,7 @@ from torch.nn import Parameter
 from keepbusy.instrument.lines import USER, kind_of, outwards, shown
 from keepbusy.virtual.accesses import HOST, Use
 from keepbusy.virtual.clock.order import Reached
+from keepbusy.virtual.found_races import program_tree
 from keepbusy.virtual.machine import MACHINE
 from keepbusy.virtual.pytorch.tensors import is_pinned, memory_at, tensors_in
 
@@ -131,12 +131,8 @@ def _innermost(functions: list[tuple[int, int]], line: int) -> tuple[int, int]:
 @cache
 def _writes_in(file: str) -> tuple[list[tuple[int, int]], list[tuple[int, ast.expr]]]:
     """The functions of a file, and its lines that may write into an array or a tensor, with what that is called."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return [], []
     functions, found = list[tuple[int, int]](), list[tuple[int, ast.expr]]()
-    for node in ast.walk(tree):
+    for node in ast.walk(program_tree(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions.append((node.lineno, node.end_lineno or node.lineno))
         elif isinstance(node, ast.Assign):
