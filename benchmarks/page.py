@@ -19,7 +19,7 @@ import numpy as np
 from playwright.sync_api import Page, sync_playwright
 
 from keepbusy.explain.diagnosis import Diagnosis, Prediction
-from keepbusy.explain.ledger import turns_of
+from keepbusy.explain.step_analysis import turns_of
 from keepbusy.report.page import render
 from keepbusy.timeline.busy_file import load, to_bytes
 from keepbusy.timeline.model import NONE, Frames, Links, Spans, Timeline

@@ -36,9 +36,13 @@ class Threshold:
 
 
 EXPLAINED = {
-    "keepbusy.explain.fix_plan": (
+    "keepbusy.explain.fix_search": (
         Threshold("AS_GOOD", 1.0, "Of fixes that save nearly the same the least general one comes first."),
+    ),
+    "keepbusy.fixes.definition": (
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
+    ),
+    "keepbusy.fixes.rounds": (
         Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
     ),
     "keepbusy.explain.run_plan": (
@@ -53,33 +57,39 @@ EXPLAINED = {
         Threshold("STAGED_BYTES", 0, "A copy of 64 KB costs about a launch."),
         Threshold("LONGEST_HANDOVER", INFINITE, "A batch that takes 0.3 ms to be taken from the workers was late."),
     ),
-    "keepbusy.explain.causes": (
+    "keepbusy.causes.late_ranks": (
         Threshold("UNEQUAL_TIMES", INFINITE, "Device work is unequal where a rank has a tenth more than its peers."),
+        Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
+    ),
+    "keepbusy.causes.late_input": (
+        Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
+    ),
+    "keepbusy.causes.cause_inputs": (
         Threshold("IN_A_ROW", INFINITE, "Eight reads of one place in a row are computed and read together, ..."),
         Threshold("LAUNCHES_BETWEEN", INFINITE, "... where there are six launches or fewer between them."),
-        Threshold("TIMES_AS_MANY", 1, "A loader with workers is given four times as many."),
         Threshold("HEAVY", INFINITE, "Host work of a millisecond is work in its own right, not a launch's price."),
         Threshold("CALL_OF_ITS_OWN", INFINITE, "So is a call of the program's own of 0.3 ms that launches nothing."),
         Threshold(
             "PRICE_OF_A_CALL", 0, "What takes less than 0.1 ms is what a call costs, and no work of the program's own."
         ),
     ),
-    "keepbusy.explain.ledger": (
+    "keepbusy.timeline.edit": (
         Threshold("GRAPH_SAVES", 0, "A graph saves 0.87 µs of the device for each of its kernels."),
     ),
-    "keepbusy.explain.capture": (
+    "keepbusy.fixes.capture": (
         Threshold("FEWEST_LAUNCHES", INFINITE, "A graph of fewer than eight launches saves nothing."),
     ),
-    "keepbusy.explain.remedies": (
+    "keepbusy.fixes.launching": (
         Threshold("LEAST_CAPTURED", INFINITE, "Where graphs hold less than half of the launches: torch.compile."),
+    ),
+    "keepbusy.fixes.cpu_work": (
         Threshold(
-            "_collects",
+            "_takes_as_long_as_the_collector",
             lambda _: False,
             "Host work that takes half to twice of what Python's garbage collector does in a step is the collector's.",
         ),
     ),
     "keepbusy.explain.plain": (
-        Threshold("LATE_BY", 0, "A host is late where it takes a millisecond longer than its peers."),
         Threshold("even_hosts", _unchanged, "Hosts of ranks that are not late are as quick as they usually are."),
         Threshold("TELLING_CHANGE", 0.0, "A step that recording changes by less than 3% tells nothing of its cost."),
         Threshold("LARGEST_STRETCH", 0.0, "A line stands for no more than twenty times what was recorded of it."),
@@ -159,21 +169,26 @@ BOUNDS = {
         *("SHORTEST_PART", "SLOW_TURNS_MATTER", "LOOP_IS_WORTH"),
     ),
     "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
-    "keepbusy.explain.fix_plan": (
-        *("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS", "COMPILED_AWAY", "MERGED_WORK", "MOST_OF_IT"),
-    ),
-    "keepbusy.explain.capture": ("MOST_GRAPHS",),
+    "keepbusy.explain.fix_search": ("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS"),
+    "keepbusy.fixes.capture": ("MOST_GRAPHS",),
+    "keepbusy.fixes.definition": (),
+    "keepbusy.fixes.cpu_work": (),
+    "keepbusy.fixes.launching": ("COMPILED_AWAY", "MOST_OF_IT"),
+    "keepbusy.fixes.rounds": ("MERGED_WORK",),
     "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING", "UNUSED", "A_SECOND"),
-    "keepbusy.explain.diagnosis": ("UNLIMITED",),
-    "keepbusy.explain.ledger": (
+    "keepbusy.timeline.edit": ("UNLIMITED",),
+    "keepbusy.explain.step_analysis": (
         *("NOISE", "EXACT_ORDERS", "SAMPLED_ORDERS", "SHARE_IN_LEDGER", "SITES_REPLAYED", "SITES_SHOWN"),
         "HALF_OF_A_GAP",
     ),
-    "keepbusy.explain.remedies": ("ROWS_NEARBY", "WORTH_NAMING"),
+    "keepbusy.causes.places": ("ROWS_NEARBY",),
+    "keepbusy.causes.late_ranks": ("WORTH_NAMING",),
+    "keepbusy.causes.late_input": (),
+    "keepbusy.causes.cause_inputs": (),
     "keepbusy.explain.plain": (
         *("USUAL_COST", "FACTOR_TOLERANCE", "LONGEST_QUEUE", "LARGEST_COST", "LUCKIEST_RECORDING", "UNREACHABLE"),
     ),
-    "keepbusy.explain.causes": ("USUAL_BANDWIDTH", "SETUP"),
+    "keepbusy.causes.copies": ("USUAL_BANDWIDTH", "SETUP"),
     "keepbusy.timeline.replay": ("STEPS", "MOST_ROWS"),
     "keepbusy.timeline.model": (
         *("NONE", "EVERY_LANE", "LARGEST_RANK", "PENDING_LIMIT", "NEVER", "CONTINUED"),

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keepbusy.explain.causes import Scene, findings
-from keepbusy.explain.diagnosis import Diagnosis, Edit, PlannedFix, Prediction, Turns
-from keepbusy.explain.ledger import apply, busy
+from keepbusy.causes import findings
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction, Turns
+from keepbusy.explain.step_analysis import busy
 from keepbusy.report.page import render
 from keepbusy.timeline.busy_file import load
+from keepbusy.timeline.edit import Edit, apply
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.replay import Replayed, run, steady
@@ -100,7 +102,7 @@ def assert_same(said: dict[str, Any], timeline: Timeline, edits: list[Edit]) -> 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_page_replays_a_recording_as_it_is_and_with_everything_fixed(path: Path, opened: Any) -> None:
     timeline = whole_of(path)
-    edits = [finding.edit for finding in findings(Scene(timeline)).values()]
+    edits = [finding.edit for finding in findings(CauseInputs(timeline)).values()]
     page = opened(page_of(timeline, edits), width=320, height=240)
     assert_same(json.loads(page.evaluate(REPLAYED, False)), timeline, [])
     assert_same(json.loads(page.evaluate(REPLAYED, True)), timeline, edits)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, LateRank, Prediction, Site, Where
+from keepbusy.causes.late_ranks import LateRank
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Harmless, Prediction, Site
 from keepbusy.timeline.model import FrameKind, Frames, Kind, Lane, LinkKind, Links, Meetings, Spans, Timeline
 from keepbusy.timeline.run_facts import RunFacts
 

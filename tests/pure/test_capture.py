@@ -11,9 +11,9 @@ import pytest
 from build import MB, Run, loop
 from told import TRAIN, told
 
-from keepbusy.explain.capture import Capture
-from keepbusy.explain.causes import Scene
-from keepbusy.explain.remedies import capture_of
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.fixes import FIXES
+from keepbusy.fixes.capture import Capture, capture_of
 from keepbusy.timeline.model import Direction, Kind
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
@@ -25,7 +25,7 @@ def capture(body: Callable[[Run], Any]) -> Capture:
         with run.inside(TRAIN):
             body(run)
 
-    return capture_of(Scene(loop(within, 8)))
+    return capture_of(CauseInputs(loop(within, 8)), FIXES)
 
 
 def launches(run: Run, number: int = 20, **more: Any) -> Run:
@@ -43,7 +43,7 @@ def test_graphs_end_where_the_host_has_something_of_its_own_to_do() -> None:
     assert found.share == pytest.approx(40 / 41, abs=0.01)
     assert not found.waits.any()
     timeline = loop(body, 8)
-    kinds = timeline.spans.kind[capture_of(Scene(timeline)).rows]
+    kinds = timeline.spans.kind[capture_of(CauseInputs(timeline), FIXES).rows]
     in_graphs = [(kinds == kind).sum() for kind in (Kind.LAUNCH, Kind.KERNEL)]
     assert in_graphs == [9 * 2 * 19] * 2  # one launch of each is that of the graph
 
@@ -54,7 +54,9 @@ def test_a_mark_of_steps_ends_no_graph() -> None:
     def body(run: Run) -> None:
         launches(launches(run, 5).work(3_000, at=[PREPARE]), 20)
 
-    assert capture_of(Scene(loop(body, 8))).share == pytest.approx(8 / 9)  # but at both ends of the recording
+    assert capture_of(CauseInputs(loop(body, 8)), FIXES).share == pytest.approx(
+        8 / 9
+    )  # but at both ends of the recording
 
 
 @pytest.mark.parametrize(("at", "share"), [("model.py(7): forward", 0.0), ("main.py(3): step", 1.0)])
@@ -184,5 +186,5 @@ def test_in_a_log_what_came_before_a_call_may_be_of_the_statement_before(logged:
         with run.inside("train.py(8): train", exact=True):
             launches(launches(run).work(3_000, at=[PREPARE]))
 
-    lines = capture_of(Scene(loop(body, 8).change_facts(logged=logged))).lines
+    lines = capture_of(CauseInputs(loop(body, 8).change_facts(logged=logged)), FIXES).lines
     assert [line for one in lines if one.function == "train" for line, _ in one.launching] == launching

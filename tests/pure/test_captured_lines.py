@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from keepbusy.explain.diagnosis import CapturedLines
-from keepbusy.fix.source.source_edits import edited
+from keepbusy.fixes.definition import CapturedLines
+from keepbusy.fixes.source.rewriting import edited
 
 
 def captured(source: str) -> str | None:

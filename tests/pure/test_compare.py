@@ -9,9 +9,10 @@ import pytest
 from build import loop
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted
 
+from keepbusy.causes.places import Where
 from keepbusy.explain import explain
 from keepbusy.explain.comparison import Change, Comparison, compare
-from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
 from keepbusy.report.terminal import render_comparison
 from keepbusy.timeline.run_facts import RUN as RUN_KIND
 from keepbusy.timeline.run_facts import Course, Part, PlainRun

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import sys
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
@@ -61,3 +62,13 @@ def test_names_of_keepbusy_are_there(page: Path) -> None:
                 assert all(hasattr(import_module(str(node.module)), one.name) for one in node.names)
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "keepbusy":
                 assert node.attr in keepbusy.__all__, node.attr
+
+
+def test_tables_say_what_the_sources_say() -> None:
+    sys.path.append(str(ROOT / "docs"))
+    tables = import_module("tables")
+    made = [path for path in (ROOT / "docs").rglob("*.md") if "<!-- table " in path.read_text(encoding="utf-8")]
+    assert len(made) == 3
+    assert [
+        path for path in made if tables.as_written(path.read_text(encoding="utf-8")) != path.read_text("utf-8")
+    ] == []

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from strategies import loops
 from told import assert_sound, cause, explained, harmless, names, near, told
 
+from keepbusy.causes import KINDS, findings
+from keepbusy.causes.cause_inputs import CauseInputs
 from keepbusy.explain import CAUSES, explain
-from keepbusy.explain.causes import FINDERS, Scene, findings
-from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis, Edit
-from keepbusy.explain.ledger import apply
-from keepbusy.explain.remedies import times
+from keepbusy.explain.diagnosis import UNFIXABLE, Diagnosis
+from keepbusy.timeline.edit import Edit, apply
+from keepbusy.timeline.figures import times
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Kind, Timeline, settle
 from keepbusy.timeline.replay import pace
@@ -95,7 +96,7 @@ def test_among_equals_the_more_specific_cause_comes_first() -> None:
 def test_only_causes_can_be_fixed() -> None:
     with pytest.raises(BadInput, match=r"'gremlins' is no cause that can be fixed; the causes are host_sync, .*\.$"):
         explain(loop(two_faults), what_if=["host_sync", "gremlins"])
-    assert set(FINDERS) | set(UNFIXABLE) == set(CAUSES)
+    assert set(KINDS) | set(UNFIXABLE) == set(CAUSES)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_computing_is_what_the_kernels_take(program: list) -> None:
 @settings(max_examples=30)
 def test_an_edit_never_makes_a_run_longer(program: list) -> None:
     """Each fix alone, and none at all."""
-    scene = Scene(whole_steps(loop(lambda run: written(program, run))))
+    scene = CauseInputs(whole_steps(loop(lambda run: written(program, run))))
     before = pace(scene.timeline)
     for name, finding in findings(scene).items():
         assert pace(apply(scene.timeline, finding.edit)) <= before + 5 * US, name

@@ -10,7 +10,7 @@ from build import LAUNCH, MS, US, Run, loop
 from told import TRAIN, cause, explained, harmless, names, near, told
 
 from keepbusy.explain import explain
-from keepbusy.explain.ledger import GRAPH_SAVES
+from keepbusy.timeline.edit import GRAPH_SAVES
 from keepbusy.timeline.model import Direction
 from keepbusy.timeline.run_facts import LoaderUse, PlainRun
 
@@ -271,7 +271,7 @@ def test_a_loader_that_had_batches_in_store_is_as_slow_as_all_plain_steps_show()
 
 
 def test_without_the_word_of_the_marks_a_loader_is_as_it_was_recorded() -> None:
-    with patch("keepbusy.explain.ledger.fed_as_usual", lambda window, _: window):
+    with patch("keepbusy.explain.step_analysis.fed_as_usual", lambda window, _: window):
         found = explained(loop(in_store, plain_step=12 * MS, plain_runs={0: fed(10_000, 12_000)}))
     assert found.plain_step == near(3_000)
 

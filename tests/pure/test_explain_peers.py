@@ -10,9 +10,10 @@ import pytest
 from build import MB, US, WIRE, Run, inside, loop
 from told import cause, explained, names, near, told
 
-from keepbusy.explain import remedies
-from keepbusy.explain.causes import Finding
-from keepbusy.explain.diagnosis import LateRank
+from keepbusy.causes import late_ranks as late_ranks_module
+from keepbusy.causes.cause import Finding
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.causes.late_ranks import LateRank
 from keepbusy.report import terminal
 from keepbusy.timeline.model import Kind
 
@@ -57,14 +58,14 @@ def test_a_rank_whose_host_is_late() -> None:
 def test_a_rank_that_would_save_nothing_is_not_late(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     """Rows to blame of which none loses anything, as a damaged file may have them."""
 
-    def with_more(scene: remedies.Scene, finding: Finding) -> tuple[LateRank, ...]:
-        of_rank_0 = np.flatnonzero(scene.timeline.rank_of_rows == 0)
+    def with_more(inputs: CauseInputs, finding: Finding) -> tuple[LateRank, ...]:
+        of_rank_0 = np.flatnonzero(inputs.timeline.rank_of_rows == 0)
         return late_ranks(
-            scene, replace(finding, rows=np.concatenate([finding.rows if kept else of_rank_0, of_rank_0]))
+            inputs, replace(finding, rows=np.concatenate([finding.rows if kept else of_rank_0, of_rank_0]))
         )
 
-    late_ranks = remedies.late_ranks
-    monkeypatch.setattr(remedies, "late_ranks", with_more)
+    late_ranks = late_ranks_module.late_ranks
+    monkeypatch.setattr(late_ranks_module, "late_ranks", with_more)
     [late] = [one for one in told(loads, ranks=4).causes if one.cause == "peer_late"]
     assert late.what.startswith("Rank 3 comes late" if kept else "Ranks come late")
 

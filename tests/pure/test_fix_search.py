@@ -11,8 +11,9 @@ pytest.importorskip("libcst")
 
 from diagnoses import MS, STALLED, ms
 
+from keepbusy.causes.places import Where
 from keepbusy.cli.fix import DifferentResults, FixSearch, TrialRun
-from keepbusy.explain.diagnosis import PlannedFix, Prediction, Where
+from keepbusy.explain.diagnosis import PlannedFix, Prediction
 from keepbusy.fix.source.proof import RunResults
 from keepbusy.timeline.files import BadInput
 

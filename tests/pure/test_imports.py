@@ -24,15 +24,20 @@ ROOMS = {
     "instrument": ({"timeline"}, {"numpy", "torch"}),
     "log": ({"timeline", "instrument", "traces.kineto_names"}, {"numpy", "torch"}),
     "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
-    "explain": ({"timeline"}, {"numpy"}),
+    "causes": ({"timeline"}, {"numpy"}),
+    "fixes": ({"timeline", "causes"}, {"numpy", "libcst"}),
+    "explain": ({"timeline", "causes", "fixes"}, {"numpy"}),
     "hang": ({"timeline.files", "timeline.figures", "timeline.frame_roles", "report.words"}, set()),
     "report": (
-        {"timeline", "explain.diagnosis", "explain.comparison"},
+        {"timeline", "causes", "fixes.BY_NAME", "explain.diagnosis", "explain.comparison"},
         {"numpy", "rich"},
     ),
     "fix": (
-        {"instrument", "runtime", "timeline", "explain", "report.source", "report.exports", "report.race_words"},
-        {"torch", "libcst", "numpy"},
+        {
+            *("instrument", "runtime", "timeline", "causes", "fixes", "explain"),
+            *("report.source", "report.exports", "report.race_words"),
+        },
+        {"torch", "numpy"},
     ),
     "runtime": ({"timeline.files"}, {"torch"}),
     "integrations": (
@@ -45,13 +50,25 @@ ROOMS = {
                 "log.logged_run",
                 "traces.trace_file",
             ),
-            *("virtual.virtual_run", "explain.diagnosis", "report"),
+            *("virtual.virtual_run", "causes", "explain.diagnosis", "report"),
         },
         {"torch", "transformers", "lightning", "pytorch_lightning", "accelerate", "wandb", "mlflow", "IPython", "ray"},
     ),
     "cli": (
         {
-            *("timeline", "instrument", "traces", "log", "virtual", "explain", "report", "fix", "hang"),
+            *(
+                "timeline",
+                "instrument",
+                "traces",
+                "log",
+                "virtual",
+                "causes",
+                "fixes",
+                "explain",
+                "report",
+                "fix",
+                "hang",
+            ),
             *("runtime", "integrations.ray", "cli"),
         },
         {"rich", "torch"},
@@ -165,16 +182,18 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 702,
-    "timeline": 3167,
+    "timeline": 3306,
     "traces": 2420,
     "instrument": 3726,
     "log": 3315,
     "virtual": 10321,
-    "explain": 5041,
-    "report": 3461,
+    "causes": 1612,
+    "fixes": 4434,
+    "explain": 2530,
+    "report": 3380,
     "runtime": 7103,
-    "cli": 3980,
-    "fix": 3568,
+    "cli": 3981,
+    "fix": 1413,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

@@ -12,8 +12,9 @@ import pytest
 from diagnoses import HEALTHY, LATE, STALLED, SYNC
 from jsonschema import Draft202012Validator
 
+from keepbusy.causes import LEDGER
 from keepbusy.explain.comparison import compare
-from keepbusy.explain.diagnosis import CAUSES, PLACES
+from keepbusy.explain.diagnosis import CAUSES
 from keepbusy.report import as_json
 from keepbusy.timeline.races import KINDS
 
@@ -64,8 +65,8 @@ def test_what_the_scorer_reads_is_there() -> None:
 
 def test_the_schema_knows_every_cause_and_place() -> None:
     assert EXPLAIN["$defs"]["cause"]["properties"]["cause"]["enum"] == list(CAUSES)
-    assert EXPLAIN["properties"]["ledger"]["propertyNames"]["enum"] == list(PLACES)
-    assert COMPARE["properties"]["ledger"]["propertyNames"]["enum"] == list(PLACES)
+    assert EXPLAIN["properties"]["ledger"]["propertyNames"]["enum"] == list(LEDGER)
+    assert COMPARE["properties"]["ledger"]["propertyNames"]["enum"] == list(LEDGER)
     assert EXPLAIN["$defs"]["race"]["properties"]["kind"]["enum"] == list(KINDS)
 
 

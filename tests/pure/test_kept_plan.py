@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from diagnoses import STALLED, ms, predicted
 
-from keepbusy.explain.diagnosis import CapturedLines, PlannedFix, Where
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.explain.kept_plan import KeptPlan
+from keepbusy.fixes.definition import CapturedLines
 
 CAPTURED = (CapturedLines("train.py", "train", ((8, 20), (9, 4)), (7, 11)),)
 

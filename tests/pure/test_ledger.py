@@ -11,7 +11,7 @@ from build import MB, WIRE, Run, loop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepbusy.explain.ledger import StepParts, busy, covered
+from keepbusy.explain.step_analysis import StepParts, busy, covered
 from keepbusy.timeline.replay import steady
 from keepbusy.timeline.steps import whole_steps
 

@@ -20,19 +20,13 @@ from hypothesis import given
 from jsonschema import Draft202012Validator
 from told import H200, TRAIN, explained, near, told
 
+from keepbusy.causes.places import Where
 from keepbusy.explain import explain, without_planned
-from keepbusy.explain.diagnosis import (
-    Diagnosis,
-    Harmless,
-    LoopDiagnosis,
-    PlannedFix,
-    Prediction,
-    Where,
-)
-from keepbusy.explain.fix_plan import candidates
-from keepbusy.explain.ledger import Story
-from keepbusy.explain.remedies import PARTICULAR
+from keepbusy.explain.diagnosis import Diagnosis, Harmless, LoopDiagnosis, PlannedFix, Prediction
+from keepbusy.explain.fix_search import candidates
 from keepbusy.explain.run_plan import CAPTURING, plan_of_run, with_loader
+from keepbusy.explain.step_analysis import StepAnalysis
+from keepbusy.fixes.reading import DecideOnGpu
 from keepbusy.report import as_json, run_report, terminal, verdict
 from keepbusy.report.as_json import planned, run_as_json
 from keepbusy.timeline.busy_file import from_bytes, load, to_bytes
@@ -193,7 +187,7 @@ def test_what_forbids_a_graph_is_named_with_what_does_away_with_it() -> None:
     found = explained(loop(routed, 8, device=H200, run=replace(TREE, decides=("moe.py:60", "moe.py:61"))))
     cause = next(one for one in found.causes if one.cause == "launch_bound")
     assert "in its middle (18 times per iteration at moe.py:60 and 1 more)" in cause.advice
-    assert PARTICULAR["decided_here"].advice in cause.advice
+    assert DecideOnGpu.advice.advice in cause.advice
     text = terminal.render_full(found, width=160)
     assert text.count(" · without it ") == len(found.causes) - 1
 
@@ -275,14 +269,14 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
             body(run)
 
     timeline = loop(within, 8, device=H200)
-    story = Story.of(sample(whole_steps(without_timer_reads(within_loop(timeline)), None)), None, 8)
+    story = StepAnalysis.of(sample(whole_steps(without_timer_reads(within_loop(timeline)), None)), None, 8)
     plan = explained(timeline).plan
     planned = {(one.fix, place) for one in plan for place in places(one)}
     needed = [need for one in plan for need in one.needs if " at " in need]
     chosen = [
         one.edit
-        for one in candidates(story.scene, story.found)
-        if {(one.remedy.fix, str(place)) for place in one.where} <= planned or one.named in needed
+        for one in candidates(story.inputs, story.found)
+        if {(one.fix.name, str(place)) for place in one.where} <= planned or one.named in needed
     ]
     assert len(chosen) >= len(plan)
     if plan:

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 from diagnoses import COPY, HEALTHY, LATE, STALLED, SYNC, ms, predicted, small_timeline
 
+from keepbusy.causes import LEDGER
+from keepbusy.causes.places import Where
 from keepbusy.cli import fixing
 from keepbusy.explain.comparison import compare
-from keepbusy.explain.diagnosis import CAUSES, PLACES, PlannedFix, Where
+from keepbusy.explain.diagnosis import CAUSES, PlannedFix
 from keepbusy.report import terminal, verdict, words
 from keepbusy.report.exports import CSV_COLUMNS, csv_table, perfetto
 from keepbusy.report.page.contents import words_of
 from keepbusy.report.source import fix_line, source_of
-from keepbusy.report.words import LOOKS
 from keepbusy.timeline import figures
 from keepbusy.timeline.run_facts import RUN, CutShort, Part
 
@@ -206,8 +207,11 @@ def test_an_empty_ledger_is_no_crash() -> None:
 
 
 def test_every_place_has_a_look() -> None:
-    assert list(LOOKS) == list(PLACES)
-    assert len({look.name for look in LOOKS.values()}) == len({look.colour for look in LOOKS.values()}) == len(PLACES)
+    assert (
+        len({place.label for place in LEDGER.values()})
+        == len({place.colour for place in LEDGER.values()})
+        == len(LEDGER)
+    )
 
 
 GLOSSARY = Path(__file__).parents[2] / "page" / "src" / "glossary.ts"
@@ -216,7 +220,7 @@ GLOSSARY = Path(__file__).parents[2] / "page" / "src" / "glossary.ts"
 def test_no_two_colours_of_the_page_have_one_name() -> None:
     """Its legend holds what a host thread does, and where the GPU's time goes."""
     kinds = dict(re.findall(r'^  (\d+): \["([^"]+)"', GLOSSARY.read_text(), re.MULTILINE))
-    names = [*(kinds[number] for number in "0123"), *(look.name for look in LOOKS.values())]
+    names = [*(kinds[number] for number in "0123"), *(place.label for place in LEDGER.values())]
     assert len(set(names)) == len(names)
 
 
@@ -241,7 +245,7 @@ def test_the_bar_is_as_wide_as_the_terminal(width: int) -> None:
 
 
 def test_a_place_of_one_percent_keeps_a_cell_however_narrow() -> None:
-    rows = terminal.rows_of(dict.fromkeys(PLACES, 10), [])
+    rows = terminal.rows_of(dict.fromkeys(LEDGER, 10), [])
     drawn = terminal.bar([*rows, terminal.Row("computing", 10_000, "█")], 40, colour=False).plain
     assert len(drawn) == 40
     rows = terminal.rows_of({"computing": 980, "host_sync": 10, "unknown": 10}, ["host_sync"])

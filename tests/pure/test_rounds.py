@@ -10,9 +10,9 @@ import pytest
 from build import US, WIRE, Run, inside, loop
 from told import TRAIN, explained, near, told
 
-from keepbusy.explain.causes import Scene
+from keepbusy.causes.cause_inputs import CauseInputs
 from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
-from keepbusy.explain.fix_plan import as_one, rounds_of
+from keepbusy.fixes.rounds import as_one, rounds_of
 
 ADAM = ["Optimizer.step#Adam.step", "torch/optim/adam.py(347): _single_tensor_adam"]
 FORWARD = "model.py(20): forward"
@@ -264,7 +264,7 @@ def test_on_the_wire_many_cost_their_price_once_and_their_bytes() -> None:
 
     found = of_ranks(body)
     assert found.plain_step == near(12_000 + 400 + 4_000, 0.02)
-    scene = Scene(loop(body, ranks=2))
+    scene = CauseInputs(loop(body, ranks=2))
     scale = as_one(scene, rounds_of(scene), 0.5).edit.scale
     assert scale[scale != 1] == pytest.approx((50 + 80_000_000 / 250_000) / 50)
 

@@ -8,10 +8,11 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from keepbusy.fix import ASKED, IN_THE_SOURCE
 from keepbusy.fix.source.proof import RunResults
-from keepbusy.fix.source.source_edits import EDITS, changed_lines, edited, moved_lines
+from keepbusy.fixes import ASKED_FOR, FIXES, WRITTEN
+from keepbusy.fixes.source.rewriting import changed_lines, edited, moved_lines
 
+EVERY_EDIT = [*WRITTEN[1:], "num_workers=8", "prepare_in_workers without persistent_workers"]
 LOOP = """\
 import torch
 from torch.utils.data import DataLoader  # loads
@@ -261,27 +262,25 @@ def test_a_change_is_told_of_where_it_stands(fix: str, line: int, places: list[i
     assert changed_lines(source, edited(source, fix, [line + 1]) or source) == [one + 1 for one in places]
 
 
-def test_every_edit_serves_a_fix_and_every_fix_that_is_offered_has_its_edits() -> None:
-    assert {edit for edits in IN_THE_SOURCE.values() for edit in edits} | {"num_workers"} == {
-        *(edit for edit in EDITS if " without " not in edit),
-        "num_workers",
-    }
+def test_fixes_serve_each_other_only_where_they_can_be_written() -> None:
+    assert {other for fix in FIXES for other in fix.served_by} == {fix.name for fix in FIXES if fix.source_edit()}
 
 
 def test_what_may_change_results_is_made_in_memory_only_where_it_is_named() -> None:
     """A graph checks itself as it runs."""
-    may = {name.partition(" ")[0] for name, edit in EDITS.items() if edit.tolerance or edit.why}
-    assert {*ASKED} == (may - {"graph"}) | {"num_workers"}
+    edits = {fix.name: edit for fix in FIXES if (edit := fix.source_edit())}
+    may = {name for name, edit in edits.items() if edit.tolerance or edit.why}
+    assert {*ASKED_FOR} == (may - {"graph"}) | {"num_workers"}
 
 
-@pytest.mark.parametrize("fix", EDITS)
+@pytest.mark.parametrize("fix", EVERY_EDIT)
 def test_what_was_written_is_not_written_again(fix: str) -> None:
     every = range(1, 25)
     once = edited(LOOP, fix, every)
     assert once is None or edited(once, fix, range(1, 30)) is None
 
 
-@pytest.mark.parametrize("fix", EDITS)
+@pytest.mark.parametrize("fix", EVERY_EDIT)
 def test_other_lines_are_left_alone(fix: str) -> None:
     assert edited(LOOP, fix, [1000]) is None or fix in ("pin_memory", "prepare_in_workers", "fuse_optimizer")
 

@@ -29,7 +29,7 @@ def test_a_loader_of_one_rank_is_as_slow_as_the_whole_run_shows_it() -> None:
     assert late.where.line == 46
     assert late.what.startswith("Rank 1 waits")
     assert sum(one.run_gain for one in said.plan) / 1e9 == pytest.approx(2.4, rel=0.15)
-    with patch("keepbusy.explain.ledger.fed_as_usual", lambda window, _: window):
+    with patch("keepbusy.explain.step_analysis.fed_as_usual", lambda window, _: window):
         other = explained(load(THIRD / "slow_loader_rank1.busy"))
     # all of the step would be stretched, what the GPU computes as well
     assert other.ledger["computing"] > 1.3 * said.ledger["computing"]

@@ -10,7 +10,7 @@ import pytest
 
 from keepbusy.explain import explain
 from keepbusy.explain.diagnosis import CAUSES, Diagnosis, Turns
-from keepbusy.explain.ledger import idle_before
+from keepbusy.explain.step_analysis import idle_before
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import NONE, Kind
 from keepbusy.timeline.replay import steady

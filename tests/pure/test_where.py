@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from build import Run
 
-from keepbusy.explain.diagnosis import Where
-from keepbusy.explain.remedies import place_of
+from keepbusy.causes.places import Where, place_of
 from keepbusy.timeline.frame_roles import Owner, owner_of_file
 from keepbusy.timeline.model import Kind, Timeline
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from keepbusy.fixes import FIXES
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "keepbusy").rglob("*.py"))
@@ -84,8 +85,7 @@ def avoided_in(text: str) -> list[str]:
 
 
 def advice() -> dict[str, str]:
-    tables = tomllib.loads((ROOT / "src/keepbusy/explain/remedies.toml").read_text(encoding="utf-8"))
-    return {name: one["advice"] for group in ("usual", "particular") for name, one in tables[group].items()}
+    return {f"{fix.name} {number}": said.advice for fix in FIXES for number, said in enumerate(fix.advices())}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "keepbusy")))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from build import US, Run, loop
 
+from keepbusy.causes import LEDGER
 from keepbusy.explain import explain
-from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, Prediction
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Prediction
 from keepbusy.timeline.model import Timeline
 
 H200 = "NVIDIA H200"
@@ -47,7 +48,7 @@ def explained(timeline: Timeline, **options: Any) -> Diagnosis:
 def assert_sound(diagnosis: Diagnosis) -> None:
     """What holds of every explanation, whatever was recorded."""
     assert sum(diagnosis.ledger.values()) == diagnosis.plain_step
-    assert set(diagnosis.ledger) <= set(PLACES)
+    assert set(diagnosis.ledger) <= set(LEDGER)
     assert min(diagnosis.ledger.values()) >= 0
     for one in (diagnosis.predicted, *(cause.predicted for cause in diagnosis.causes)):
         assert_possible(one, diagnosis.plain_step)

@@ -554,7 +554,7 @@ def add_amount(parser: argparse.ArgumentParser) -> None:
 def fixing(verb: str, diagnosis: Diagnosis) -> str:
     """The command that makes fixes of the plan: `run --fix` as the program runs, `fix` in its source. Empty where the
     run cannot be repeated, and where it makes none of these fixes."""
-    from keepbusy.fix import is_made_in_memory, is_written
+    from keepbusy.fixes import is_made_in_memory, is_written
 
     makes, command = is_written if verb == "fix" else is_made_in_memory, diagnosis.command
     if not command and len(diagnosis.sources) == 1 and diagnosis.sources[0].endswith(".py"):

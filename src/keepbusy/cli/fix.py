@@ -39,7 +39,8 @@ from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.run_facts import ran_nothing
 
 if TYPE_CHECKING:
-    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
+    from keepbusy.causes.places import Where
+    from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
     from keepbusy.fix.source.proof import RunResults
 
 EXAMPLES = """\
@@ -132,7 +133,7 @@ class FixSearch:
     def __init__(self, runs: CandidateRuns, own: TrialRun) -> None:
         """The plan begins with what gains most. What may serve in the place of one of its fixes comes after all of
         them, for of that nothing is foretold; first of those in every step, for what gains there counts by the step."""
-        from keepbusy.fix.source.source_edits import ways_of
+        from keepbusy.fixes.source.rewriting import ways_of
 
         self._runs, self._own, self._last = runs, own, own
         self.held: dict[str, str] = {}
@@ -164,7 +165,7 @@ class FixSearch:
 
     def end(self, why: str) -> None:
         """What was not tried, and why; and what is left for a person to do."""
-        from keepbusy.fix.source.source_edits import edit_of
+        from keepbusy.fixes.source.rewriting import edit_of
 
         rest = self._to_come()
         if rest:
@@ -189,7 +190,7 @@ class FixSearch:
 
     def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
         from keepbusy.fix.source.planned_edits import changed_at
-        from keepbusy.fix.source.source_edits import where_results_differ
+        from keepbusy.fixes.source.rewriting import where_results_differ
 
         planned, way, loops = attempt
         where = changed_at(self.held, candidate) or planned.where
@@ -271,7 +272,7 @@ class CandidateRuns:
         `without`: the sources with the fixes that hold already, and their run. What rounds differently is held against
         the program's own run. On a measured clock a gain has to come twice: a busy machine is slow at times.
         """
-        from keepbusy.fix.source.source_edits import edit_of
+        from keepbusy.fixes.source.rewriting import edit_of
 
         edit = edit_of(way)
         tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
@@ -363,7 +364,7 @@ def _listed(where: Sequence[Where]) -> str:
 def _diffs(held: dict[str, str]) -> Iterator[str]:
     """Named from this folder on, or from one above it that holds all files: `patch` takes no names from above."""
     from keepbusy.fix.source.planned_edits import source_of
-    from keepbusy.fix.source.source_edits import lines_of
+    from keepbusy.fixes.source.rewriting import lines_of
 
     here = Path.cwd()
     whole = {file: Path(os.path.normpath(here / file)) for file in held}

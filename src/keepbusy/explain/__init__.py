@@ -10,21 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.explain.causes import FINDERS
-from keepbusy.explain.diagnosis import (
-    CAUSES,
-    Cause,
-    Diagnosis,
-    Harmless,
-    LoopDiagnosis,
-    PlannedFix,
-    Prediction,
-    Where,
-)
-from keepbusy.explain.fix_plan import plan_of
-from keepbusy.explain.ledger import NOISE, Story, sources_of
+from keepbusy.causes import KINDS
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Harmless, LoopDiagnosis, PlannedFix, Prediction
+from keepbusy.explain.fix_search import plan_of
 from keepbusy.explain.plain import as_recorded, turn_of_part, within_its_loop
 from keepbusy.explain.run_plan import plan_of_run
+from keepbusy.explain.step_analysis import NOISE, StepAnalysis, sources_of
 from keepbusy.timeline.figures import duration, times
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import source_line
@@ -73,22 +65,22 @@ def explain(
     if not len(timeline):
         return _without_turns(timeline)
 
-    def told(window: Timeline, step: int | None) -> Diagnosis:
+    def explained(window: Timeline, step: int | None) -> Diagnosis:
         return _explained(window, step, what_if, workers, on_progress or (lambda *_: None), turns)
 
     if plain_step is not None:
-        return told(timeline, plain_step)
+        return explained(timeline, plain_step)
     timeline = within_its_loop(timeline)
     known = timeline.facts.plain_step or turn_of_part(timeline)
     loop = timeline.facts.own_loop
     if known is None and loop is not None and loop.turns and not timeline.facts.is_whole:
         known = loop.usual  # where no steps were timed, what a turn of the recorded loop usually takes
     try:
-        return told(timeline, known)
+        return explained(timeline, known)
     except BadInput as misfit:
         if known is not None:
             with suppress(BadInput):
-                return told(as_recorded(timeline, misfit), None)
+                return explained(as_recorded(timeline, misfit), None)
         if timeline.facts.run is None:
             raise
         return _without_turns(timeline, str(misfit))
@@ -98,7 +90,7 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
     """A run of which no turn was recorded closely: its tree, what its loaders and its marks tell, and their plan."""
     facts = timeline.facts
     step = next((one.step for one in facts.plain_runs.values()), 0)
-    told = Diagnosis(
+    diagnosis = Diagnosis(
         plain_step=step,
         plain_given=True,
         traced_step=0,
@@ -121,7 +113,7 @@ def _without_turns(timeline: Timeline, *notes: str) -> Diagnosis:
         races=facts.races,
         stretches=_stretches(timeline),
     )
-    return replace(told, plan=plan_of_run(told, facts.loaders))
+    return replace(diagnosis, plan=plan_of_run(diagnosis, facts.loaders))
 
 
 def _explained(
@@ -138,14 +130,14 @@ def _explained(
     loop = _loop_named(timeline.facts.run, timeline.facts.loop)
     window = sample(whole, apart=bool(loop))
     say("replaying the plain run", 0.2)
-    story = Story.of(window, plain_step, workers)
+    story = StepAnalysis.of(window, plain_step, workers)
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    told = story.diagnosis(whole, plain_step is not None or timeline.facts.is_whole, what_if)
+    diagnosis = story.diagnosis(whole, plain_step is not None or timeline.facts.is_whole, what_if)
     say("searching for the plan", 0.7)
-    plan, run = plan_of(story.scene, story.forecast, story.found), timeline.facts.run
-    told = replace(
-        told,
+    plan, run = plan_of(story.inputs, story.forecast, story.found), timeline.facts.run
+    diagnosis = replace(
+        diagnosis,
         loop=loop,
         run_steps=_steps_of_run(timeline, whole) if run is not None else 0,
         one_turn=whole.facts.runs_once,
@@ -159,15 +151,17 @@ def _explained(
         turns=story.turns() if turns else None,
         draw=story.turns,
         notes=(
-            *_notes(whole, story, told.plain_given),
-            *told.notes,
+            *_notes(whole, story, diagnosis.plain_given),
+            *diagnosis.notes,
             *_behind_others(story, plan),
         ),
     )
-    if run is not None or told.plain_runs:  # of a trace only its steps are known: their plan is all there is
-        plan = plan_of_run(told, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
-    causes = tuple(_as_planned(one, plan) for one in told.causes)
-    return replace(told, plan=plan, causes=causes, harmless=without_planned(told.harmless, (*told.plan, *plan)))
+    if run is not None or diagnosis.plain_runs:  # of a trace only its steps are known: their plan is all there is
+        plan = plan_of_run(diagnosis, timeline.facts.loaders, () if len(timeline.meetings) else timeline.facts.uneven)
+    causes = tuple(_as_planned(one, plan) for one in diagnosis.causes)
+    return replace(
+        diagnosis, plan=plan, causes=causes, harmless=without_planned(diagnosis.harmless, (*diagnosis.plan, *plan))
+    )
 
 
 _STRETCHES = 8
@@ -185,9 +179,9 @@ def _stretches(timeline: Timeline) -> tuple[int, ...]:
     return tuple(round(float(np.median(part))) for part in np.array_split(steps, _STRETCHES))
 
 
-def _notes(whole: Timeline, story: Story, plain_given: bool) -> tuple[str, ...]:
+def _notes(whole: Timeline, story: StepAnalysis, plain_given: bool) -> tuple[str, ...]:
     """What a reader should know before trusting the figures, a sentence each; first what the recorder says itself."""
-    plain, replayed = story.plain, story.scene.steps
+    plain, replayed = story.plain, story.inputs.steps
     facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
     met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
     some, all_known = given > 1 and (facts.world or 0) > given, facts.cluster is not None
@@ -250,13 +244,13 @@ def _notes(whole: Timeline, story: Story, plain_given: bool) -> tuple[str, ...]:
     return (*facts.notes, *(sentence for holds, sentence in said if holds))
 
 
-def _behind_others(story: Story, plan: Sequence[PlannedFix]) -> Iterator[str]:
+def _behind_others(story: StepAnalysis, plan: Sequence[PlannedFix]) -> Iterator[str]:
     """A sentence for each cause that is in no plan, gains nothing now, and would once others are gone. Not of ranks: by
     how little they differ shows once nothing else is left, and is noise."""
     planned = {"peer_late", *(cause for one in plan for cause in one.causes)}
     for cause, gain in story.behind_others().items():
         if cause not in planned:
-            finding, per_step = story.found[cause], story.scene.steps * len(story.scene.timeline.ranks)
+            finding, per_step = story.found[cause], story.inputs.steps * len(story.inputs.timeline.ranks)
             place, *more = sorted(finding.places, key=lambda one: -len(finding.places[one]))
             there, often = f" and {len(more)} more" if more else "", finding.count / per_step
             yield (
@@ -277,7 +271,7 @@ def without_planned(harmless: Sequence[Harmless], plan: Sequence[PlannedFix]) ->
 
 
 def _as_planned(cause: Cause, plan: Sequence[PlannedFix]) -> Cause:
-    """What to do is told once: the plan knows how many workers keep up, and which of several fixes gains most."""
+    """What to do is diagnosis once: the plan knows how many workers keep up, and which of several fixes gains most."""
     of_steps = [one for one in plan if cause.cause in one.causes and not one.loop]
     there = [one for one in of_steps if str(cause.where) in map(str, one.where) or one.api == cause.api]
     if not there:
@@ -337,10 +331,10 @@ def _loops(timeline: Timeline, workers: int, run: Part | None, drawn: bool) -> t
         with suppress(BadInput):
             loop = run.loop_at(place) if run is not None else None
             mine = replace(loop, decides=run.decides) if loop is not None and run is not None else None
-            told = explain(one.change_facts(run=mine), workers=workers, turns=drawn)
-            if told.steps:
+            diagnosis = explain(one.change_facts(run=mine), workers=workers, turns=drawn)
+            if diagnosis.steps:
                 turns = loop.turns if loop is not None else 0  # 0 where nobody counted
-                found.append(LoopDiagnosis(place, turns, replace(told, run=None)))
+                found.append(LoopDiagnosis(place, turns, replace(diagnosis, run=None)))
     return tuple(found)
 
 
@@ -350,8 +344,8 @@ def _rare(timeline: Timeline, whole: Timeline, loop: str, workers: int, drawn: b
     if loop and found is not None:
         steps, recorded = found
         turns = round(recorded * max(1.0, _steps_of_run(timeline, whole) / len(whole.marks_of(whole.ranks[0]))))
-        story = Story.of(steps.change_facts(plain_step=None, plain_runs={}), None, workers)
-        plan, drawing = plan_of(story.scene, story.forecast, story.found), story.turns() if drawn else None
+        story = StepAnalysis.of(steps.change_facts(plain_step=None, plain_runs={}), None, workers)
+        plan, drawing = plan_of(story.inputs, story.forecast, story.found), story.turns() if drawn else None
         diagnosis = replace(story.diagnosis(steps, True, ()), plan=plan, run=None, turns=drawing)
         yield LoopDiagnosis(f"{loop} (its {turns} longest iterations)", turns, diagnosis)
 
@@ -386,5 +380,5 @@ def _refuse_nonsense(timeline: Timeline, plain_step: int | None, what_if: Sequen
     if isinstance(what_if, str):
         raise BadInput(f"what_if={what_if!r} is one string; give a list of causes: what_if=[{what_if!r}].")
     for cause in what_if:
-        if cause not in FINDERS:
-            raise BadInput(f"{cause!r} is no cause that can be fixed; the causes are {', '.join(FINDERS)}.")
+        if cause not in KINDS:
+            raise BadInput(f"{cause!r} is no cause that can be fixed; the causes are {', '.join(KINDS)}.")

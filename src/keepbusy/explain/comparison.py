@@ -8,7 +8,9 @@ from math import hypot, sqrt
 from pathlib import PurePath
 from statistics import stdev, variance
 
-from keepbusy.explain.diagnosis import PLACES, Cause, Diagnosis, PlannedFix, Prediction, Where
+from keepbusy.causes import LEDGER
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction
 
 GONE, SMALLER, UNCHANGED, LARGER, NEW = "gone", "smaller", "unchanged", "larger", "new"
 _LEAST_NOISE = 0.01
@@ -89,7 +91,7 @@ def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence
     noise, runs = _noise_between(befores, afters), (len(befores), len(afters))
     ledger = {
         place: Change(before.ledger.get(place, 0), after.ledger.get(place, 0), noise)
-        for place in PLACES
+        for place in LEDGER
         if before.ledger.get(place) or after.ledger.get(place)
     }
     causes = _causes(before, after, ledger, noise)

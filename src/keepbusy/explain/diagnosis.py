@@ -5,81 +5,27 @@ Times are nanoseconds a step, of the plain step (the run without a profiler).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from functools import cached_property, reduce
-from hashlib import blake2b
-from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.timeline.model import NONE, Floats, Ints, Mask, Timeline
+from keepbusy.causes import KINDS, LEDGER
+from keepbusy.causes.late_ranks import LateRank
+from keepbusy.causes.places import Where, named
+from keepbusy.fixes.definition import CapturedLines
+from keepbusy.timeline.edit import Edit
+from keepbusy.timeline.model import NONE, Ints, Timeline
 from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.replay import at_work_from
 from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun
 
-# every place that a nanosecond of the plain step can go, in the order in which reports show them
-COMPUTING, COPYING, WIRE = "computing", "copying", "collective"
-CAUSES = (
-    "host_sync",
-    "blocking_copy",
-    "copy_not_overlapped",
-    "input_late",
-    "made_on_host",
-    "launch_bound",
-    "allocator",
-    "host_work",
-    "peer_late",
-    "exposed_collective",
-    "pipeline_bubble",
-    "unknown",
-)
-UNFIXABLE = ("pipeline_bubble", "unknown")
+COMPUTING, COPYING, WIRE = tuple(LEDGER)[:3]
+CAUSES = tuple(LEDGER)[3:]
+UNFIXABLE = tuple(cause for cause in CAUSES if cause not in KINDS)
 """Causes that no edit of a timeline takes away."""
-RESIDUAL = ("launch_bound", "host_work")
-"""Causes that every program has a little of, and whose fix takes nearly every wait away: others are more particular."""
-PLACES = (COMPUTING, COPYING, WIRE, *CAUSES)
-
-
-@dataclass(frozen=True)
-class Where:
-    """A place in the user's program, as exactly as the recording knows it."""
-
-    file: str = ""
-    line: int = 0
-    function: str = ""
-    exact: bool = False  # else the line is the function's, not the call's
-    operator: str = ""  # what it called: aten::item, cudaStreamSynchronize
-    around: str = ""  # without stacks: the annotation or operator around it and its neighbours
-    library: str = ""  # the library's frame, when the call stands inside one
-
-    @staticmethod
-    def of(place: str) -> Where:
-        """Of `train.py:31`, as the run's tree names places; of other words just these."""
-        file, _, line = place.rpartition(":")
-        return Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is a line of the program, or within what the program calls by a name; else a call of CUDA's."""
-        return bool(self.file) or self.around.startswith("in ")
-
-    def __str__(self) -> str:
-        if self.file:
-            return f"{self.file}:{self.line}"
-        return self.around or self.operator or "unknown place"
-
-
-class CapturedLines(NamedTuple):
-    """What graphs hold of one function: its lines that launch into them, and those at which something has to stay."""
-
-    file: str
-    function: str
-    launching: tuple[tuple[int, int], ...]
-    """Lines, and how many launches of each a step's graphs hold."""
-    staying: tuple[int, ...]
+RESIDUAL = tuple(cause for cause, kind in KINDS.items() if kind.is_residual)
 
 
 @dataclass(frozen=True)
@@ -133,84 +79,6 @@ class Harmless:
     held: int = 0  # how long Python was held there, a step
 
 
-UNLIMITED = 1 << 62
-"""Of an edit: no limit to what a row takes."""
-
-
-class SideLane(IntEnum):
-    """Lanes that a fix opens next to the existing ones; what moves there holds nobody up unless it is the slowest."""
-
-    STAY = 0
-    FETCH = 1  # host to device, a step ahead
-    RETURN = 2  # device to host, a step behind
-    WIRE = 3  # collectives during the compute
-    WORKERS = 4  # input prepared by other processes
-
-
-@dataclass(frozen=True, eq=False)
-class Edit:
-    """What a fix changes in a timeline: for each row, what becomes of it. Edits of several fixes combine."""
-
-    drop_wait: Mask  # it waits for nobody
-    drop: Mask  # it leaves, and its time with it
-    work: Ints  # it takes at most this long
-    lane: Ints  # it moves to this `SideLane`
-    capture: Mask  # a graph launches it
-    scale: Floats  # it takes so many times as long
-
-    @staticmethod
-    def nothing(timeline: Timeline) -> Edit:
-        return Edit(**{name: np.full(len(timeline), no) for name, (no, _) in _EDIT_COLUMNS.items()})
-
-    @staticmethod
-    def of(edits: Sequence[Edit], timeline: Timeline) -> Edit:
-        """All of these as one."""
-        return edits[0] if len(edits) == 1 else reduce(or_, edits, Edit.nothing(timeline))
-
-    def __or__(self, other: Edit) -> Edit:
-        return Edit(
-            **{name: join(getattr(self, name), getattr(other, name)) for name, (_, join) in _EDIT_COLUMNS.items()}
-        )
-
-    def only(self, rows: Mask) -> Edit:
-        """The same for these rows; nothing happens to the others."""
-        return Edit(**{name: np.where(rows, getattr(self, name), no) for name, (no, _) in _EDIT_COLUMNS.items()})
-
-    @cached_property
-    def digest(self) -> bytes:
-        """The same of edits that change the same: other causes, or other fixes of one, may come to that."""
-        return blake2b(b"".join(getattr(self, name).tobytes() for name in _EDIT_COLUMNS)).digest()
-
-    @property
-    def touched(self) -> Mask:
-        return np.logical_or.reduce([getattr(self, name) != no for name, (no, _) in _EDIT_COLUMNS.items()])
-
-    def saves(self, work: Ints) -> Ints:
-        """What each row that stays would lose."""
-        return np.maximum(work - np.minimum(work, self.work) * self.scale, 0).astype(np.int64)
-
-
-_EDIT_COLUMNS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
-    "drop_wait": (False, np.logical_or),
-    "drop": (False, np.logical_or),
-    "work": (UNLIMITED, np.minimum),
-    "lane": (int(SideLane.STAY), np.maximum),
-    "capture": (False, np.logical_or),
-    "scale": (1.0, np.multiply),
-}
-"""Of each column what stands where nothing happens, and how two edits of one row are one."""
-
-
-@dataclass(frozen=True)
-class LateRank:
-    """A rank that its peers wait for."""
-
-    rank: int
-    late: int  # how much later than its peers it arrives, a step
-    cause: str  # what it did meanwhile
-    where: Where
-
-
 @dataclass(frozen=True)
 class PlannedFix:
     """A remedy at its place, as the plan names it: after it and all before it of its turns one takes `predicted`."""
@@ -247,12 +115,6 @@ class PlannedFix:
     def is_beside_steps(self) -> bool:
         """Whether it is no part of every step, so that its gain is one of the run: it stands in another loop."""
         return bool(self.loop)
-
-
-def named(fix: str, where: Sequence[Where]) -> str:
-    """A fix with its place, and how many more there are."""
-    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-    return f"{fix} at {where[0]}{more}" if where else fix
 
 
 @dataclass(frozen=True)
@@ -323,7 +185,7 @@ class Diagnosis:
     plain_given: bool  # measured without a profiler, by the user; else the trace's own step stands in for it
     traced_step: int
     steps: int  # whole steps in the window
-    ledger: Mapping[str, int]  # PLACES that are not zero
+    ledger: Mapping[str, int]  # those of its places that are not zero
     causes: tuple[Cause, ...]  # by predicted gain, largest first
     harmless: tuple[Harmless, ...]
     predicted: Prediction  # the step once all causes are fixed, or the ones asked for

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepbusy.explain.diagnosis import CapturedLines, Diagnosis, PlannedFix, Prediction, Where
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Prediction
+from keepbusy.fixes.definition import CapturedLines
 
 
 @dataclass(frozen=True)

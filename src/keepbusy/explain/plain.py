@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
+from keepbusy.causes.cause_inputs import by_workers
+from keepbusy.causes.late_ranks import host_stretches
 from keepbusy.timeline.figures import duration, option
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.frame_roles import INSTALLED, source_line
-from keepbusy.timeline.model import NONE, WORKERS, Floats, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.model import NONE, Floats, Ints, Kind, Timeline
 from keepbusy.timeline.replay import pace, replay
 from keepbusy.timeline.run_facts import LOOP, SCRIPT, RunFacts
 
@@ -38,8 +39,6 @@ LARGEST_STRETCH = 20.0
 """Of a line that a turn is at for longer than so many times what was recorded of it, too little was seen."""
 UNREACHABLE = 0.75
 """A plain step below this share of what the device alone needs is not one of this run."""
-LATE_BY = 1_000_000
-"""A host is late in a stretch if it spends this much longer there than its peers."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +244,6 @@ def fed_as_usual(timeline: Timeline, plain_step: int | None) -> Timeline:
     return stretched(_sought(step_at, 1.0, LONGEST_QUEUE, wanted))
 
 
-def by_workers(timeline: Timeline) -> Mask:
-    """Batches that other processes prepare, which nothing here was recorded of."""
-    return np.array([lane.name == WORKERS for lane in timeline.lanes], bool)[timeline.spans.lane]
-
-
 def _with_ready_batches(timeline: Timeline, plain_step: int) -> Timeline:
     """Without the workers of a loader for which plain steps next to never wait.
 
@@ -276,83 +270,6 @@ def even_hosts(timeline: Timeline) -> Timeline:
     factor = (wanted / np.maximum(spent, 1.0)).ravel()
     work = timeline.spans.work * np.where(stretches.of_row == NONE, 1.0, factor[stretches.of_row])
     return timeline.change_spans(work=work.astype(np.int64))
-
-
-@dataclass(frozen=True, eq=False)
-class Stretches:
-    """For each rank, place in the step and step: the time that its host spent."""
-
-    of_row: Ints  # index into the flattened table, or NONE where the row does not count
-    of_sync: Ints  # of each sync the stretch it stands in, NONE of other rows
-    spent: Floats  # rank, place, step
-
-    @property
-    def usual(self) -> Floats:
-        """Of each rank and place, the median step."""
-        return np.median(self.spent, axis=2)
-
-    @property
-    def peers(self) -> Floats:
-        """Of each rank and place, what its peers spend there."""
-        usual = self.usual
-        return np.stack([np.median(np.delete(usual, rank, axis=0), axis=0) for rank in range(len(usual))])
-
-    @property
-    def late(self) -> Mask:
-        """Which ranks are late at which place."""
-        return self.usual - self.peers > LATE_BY
-
-
-class _Borders(NamedTuple):
-    rows: Mask
-    per_step: int
-
-
-def host_stretches(timeline: Timeline) -> Stretches | None:
-    """None where nothing shows that the ranks run the same program."""
-    borders = _borders(timeline)
-    if borders is None:
-        return None
-    spans, steps, per_step = timeline.spans, len(timeline.marks_of(timeline.ranks[0])), borders.per_step
-    counted = (spans.meeting == NONE) & (spans.kind != Kind.SYNC) & ~timeline.on_device & ~by_workers(timeline)
-    of_row, of_sync = np.full(len(timeline), NONE, np.int64), np.full(len(timeline), NONE, np.int64)
-    for index, rank in enumerate(timeline.ranks):
-        mine = timeline.rank_of_rows == rank
-        passed = np.cumsum(borders.rows[mine])  # what follows the last border of a step belongs to the next one's first
-        step, place = np.divmod(np.minimum(passed, per_step * steps - 1), per_step)
-        stretch = (index * per_step + place) * steps + step
-        of_row[mine] = np.where(counted[mine], stretch, NONE)
-        of_sync[mine] = np.where(spans.kind[mine] == Kind.SYNC, stretch, NONE)
-    known = of_row != NONE
-    spent = np.bincount(of_row[known], spans.work[known], len(timeline.ranks) * per_step * steps).astype(np.float64)
-    return Stretches(of_row, of_sync, spent.reshape(len(timeline.ranks), per_step, steps))
-
-
-def _borders(timeline: Timeline) -> _Borders | None:
-    """The finest borders of which every rank passes equally many in every step.
-
-    Launches, else collectives; and where ranks do not even meet equally often, whole steps, as long as all ranks
-    meet somewhere in the run (stages of a pipeline, which rightly differ, exchange messages two by two).
-    """
-    launching, meets = np.zeros(len(timeline), bool), timeline.spans.meeting != NONE
-    launching[timeline.launches.source] = True
-    for rows in (launching, meets):
-        if per_step := borders_per_step(timeline, rows):
-            return _Borders(rows, per_step)
-    if (timeline.meetings.present == len(timeline.ranks)).any():
-        return _Borders(np.isin(np.arange(len(timeline)), timeline.marks), 1)
-    return None
-
-
-def borders_per_step(timeline: Timeline, border: Mask) -> int:
-    """How many borders each rank passes in each step, if all of them pass equally many; else 0."""
-    before = np.zeros(len(timeline) + 1, np.int64)
-    counts = set()
-    for rank in timeline.ranks:
-        np.cumsum(border & (timeline.rank_of_rows == rank), out=before[1:])
-        marks = np.append(timeline.marks_of(rank), len(timeline))
-        counts |= set(np.diff(before[marks]).tolist())
-    return counts.pop() if len(counts) == 1 else 0
 
 
 def as_recorded(timeline: Timeline, misfit: BadInput) -> Timeline:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from keepbusy.causes.places import Where
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction, Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction
 from keepbusy.report import race_words, verdict, words
 from keepbusy.report.run_report import PlanRow, planned_rows
 from keepbusy.report.source import fix_line

@@ -16,7 +16,8 @@ from urllib.parse import quote
 import numpy as np
 
 from keepbusy import __version__
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Site, Turns, Where
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import Cause, Diagnosis, Site, Turns
 from keepbusy.report import words
 from keepbusy.report.source import source_of
 from keepbusy.report.words import look, tame
@@ -181,7 +182,7 @@ def _gaps(turns: Turns, thread: int, origin: int) -> Iterator[_Event]:
         for start, end, row in _rows(gaps.start - origin, gaps.end - origin, gaps.row):
             cause, where = turns.blame(row)
             at = words.at(where) if where else ""
-            yield _slice(rank, thread, f"{look(cause).name}{at}", start, end, cat=cause)
+            yield _slice(rank, thread, f"{look(cause).label}{at}", start, end, cat=cause)
             culprit = int(turns.culprit[row])
             begun = int(spans.start[culprit]) - origin
             if culprit != NONE and begun <= start:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from keepbusy.explain.diagnosis import Where
+from keepbusy.causes.places import Where
 from keepbusy.report import words
 from keepbusy.report.source import source_of
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, DataRace

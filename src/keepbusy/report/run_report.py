@@ -16,16 +16,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import (
-    CAUSES,
-    COMPUTING,
-    Cause,
-    Diagnosis,
-    Harmless,
-    LateRank,
-    PlannedFix,
-    Where,
-)
+from keepbusy.causes.late_ranks import LateRank
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import CAUSES, COMPUTING, Cause, Diagnosis, Harmless, PlannedFix
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, link_to
 from keepbusy.report.source import source_of
@@ -312,7 +305,7 @@ def lateness(late: LateRank, ranks: Sequence[int]) -> str:
     """`Rank 0 arrives 66.6 ms late, and rank 1 waits for it: host work at train.py:46.`"""
     others = [rank for rank in ranks if rank != late.rank]
     who = f"rank {others[0]} waits" if len(others) == 1 else f"{len(others)} ranks wait"
-    what = look(late.cause).name
+    what = look(late.cause).label
     return f"Rank {late.rank} arrives {duration(late.late)} late, and {who} for it: {what}{words.at(late.where)}."
 
 
@@ -398,7 +391,7 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
 
     for (_, why), group in groupby(sorted(seen, key=key), key):
         places = list(group)
-        total, name = sum(one.count for one in places), look(places[0].cause).name
+        total, name = sum(one.count for one in places), look(places[0].cause).label
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
         often = f"{count(total)} per iteration" if count(total) != "0" else every(1 / total, "iteration")
@@ -464,7 +457,7 @@ def _of_each_step(run: PlainRun) -> Iterator[str]:
 def _cause(cause: Cause) -> str:
     source = source_of(cause.where)
     text = f": {words.cut(source.text, 60)}" if source else ""
-    return f"{look(cause.cause).name}{words.at(cause.where, 50)}{text}"
+    return f"{look(cause.cause).label}{words.at(cause.where, 50)}{text}"
 
 
 # While the program runs
@@ -557,5 +550,5 @@ def _worst_line(diagnosis: Diagnosis) -> list[_Said]:
     for cause in diagnosis.causes[:1]:
         where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
         wait = duration(cause.wait, diagnosis.plain_step)
-        parts.append(_Said("worst", f"{look(cause.cause).name} {words.spot(where, 30)}: {wait} per iteration", STRONG))
+        parts.append(_Said("worst", f"{look(cause.cause).label} {words.spot(where, 30)}: {wait} per iteration", STRONG))
     return parts

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from keepbusy.explain.diagnosis import Cause, Where
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import Cause
 from keepbusy.report.words import tame
 
 _LARGEST = 4_000_000

@@ -13,16 +13,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from keepbusy.causes import LEDGER
 from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
-from keepbusy.explain.diagnosis import (
-    COMPUTING,
-    COPYING,
-    PLACES,
-    WIRE,
-    Cause,
-    Diagnosis,
-    Prediction,
-)
+from keepbusy.explain.diagnosis import COMPUTING, COPYING, WIRE, Cause, Diagnosis, Prediction
 from keepbusy.report import race_words, run_report, verdict, words
 from keepbusy.report.paper import (
     BROKEN,
@@ -234,8 +227,8 @@ class Row(NamedTuple):
 def rows_of(ledger: Mapping[str, int], causes: Sequence[str]) -> list[Row]:
     """What the device does first, then the causes as the report numbers them, then the rest."""
     numbered = [cause for cause in causes if cause not in _WORK_OF_THE_DEVICE]
-    order = [place for place in PLACES if place in _WORK_OF_THE_DEVICE]
-    order += [*numbered, *(place for place in PLACES if place not in order and place not in numbered)]
+    order = [place for place in LEDGER if place in _WORK_OF_THE_DEVICE]
+    order += [*numbered, *(place for place in LEDGER if place not in order and place not in numbered)]
     return [Row(place, ledger[place], _mark(place, numbered)) for place in order if ledger.get(place, 0) > 0]
 
 
@@ -281,7 +274,7 @@ def _legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> Render
     entries = [_entry(row, colour, whole) for row in shown]
     if small:
         time = sum(row.time for row in small)
-        names = look(small[0].place).name if len(small) == 1 else f"{len(small)} smaller ones"
+        names = look(small[0].place).label if len(small) == 1 else f"{len(small)} smaller ones"
         entries.append(
             [Text(" "), Text(names, FAINT), Text(duration(time, whole), FAINT), Text(share(time, whole), FAINT)]
         )
@@ -291,7 +284,7 @@ def _legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> Render
 def _entry(row: Row, colour: bool, whole: int) -> list[Text]:
     shown = look(row.place)
     key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {shown.colour}") if colour else Text(row.mark)
-    return [key, Text(shown.name), Text(duration(row.time, whole)), Text(share(row.time, whole))]
+    return [key, Text(shown.label), Text(duration(row.time, whole)), Text(share(row.time, whole))]
 
 
 def _table(entries: list[list[Text]], columns: int) -> Table:
@@ -476,7 +469,7 @@ def _places_changed(ledger: Mapping[str, Change], whole: int) -> RenderableType:
             else FAINT
         )
         table.add_row(
-            look(name).name,
+            look(name).label,
             *(duration(time, whole) for time in (change.before, change.after)),
             Text(said or ("new" if change.significant else "within noise"), style),
         )
@@ -491,7 +484,7 @@ def _causes_changed(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def _cause_changed(change: CauseChange) -> Iterator[tuple[str, str]]:
-    yield look(change.cause).name, STRONG
+    yield look(change.cause).label, STRONG
     gain = change.predicted_gain
     yield f" · fixing it: {figures.transition(gain.before, gain.after)} · ", ""
     yield words.spot(change.where), "cyan"

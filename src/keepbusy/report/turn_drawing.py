@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import Diagnosis, Turns, Where
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import Diagnosis, Turns
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, STRONG, laid_out, line, unbroken
 from keepbusy.report.source import source_of
@@ -318,7 +319,7 @@ def _meanings(
             at = words.at(where, 60) if where else ""
             took = duration(round(lasts * turns.ratio / ranks / window.iterations), diagnosis.plain_step) + per
             colour = f"bold {look(cause).colour}"
-            yield Text.assemble((f"{_mark(number, cause)}  ", colour), f"{took}  {look(cause).name}{at}")
+            yield Text.assemble((f"{_mark(number, cause)}  ", colour), f"{took}  {look(cause).label}{at}")
 
 
 def _key() -> Text:

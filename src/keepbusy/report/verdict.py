@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Where
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
 from keepbusy.report import race_words, run_report, words
 from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_END, laid_out, link_to
 from keepbusy.report.run_report import PlanRow

@@ -13,10 +13,9 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from keepbusy.explain.causes import Scene
-from keepbusy.explain.diagnosis import Where
-from keepbusy.explain.ledger import covered
-from keepbusy.explain.remedies import by_place
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.causes.places import Where, by_place
+from keepbusy.explain.step_analysis import covered
 from keepbusy.fix.gate import BLOCKING_COPY, PLURALS, RACE, SYNC, AllowList, several
 from keepbusy.report import race_words
 from keepbusy.report.exports import lines_of, sarif_document
@@ -76,14 +75,14 @@ def tally(timeline: Timeline, allow: Sequence[str] = ()) -> WaitTally:
             f"{timeline.facts.source or 'the run'} took {marks} steps, too few to tell a step from the start; "
             f"let it take {_FEWEST_STEPS + 1} or more."
         )
-    scene, allowed = Scene(whole), AllowList(allow)
+    inputs, allowed = CauseInputs(whole), AllowList(allow)
     step = _step_of(whole)
     steps = len(whole.marks_of(whole.ranks[0]))
     rank = np.searchsorted(whole.ranks, whole.rank_of_rows)
     places, counts = [], []
-    for kind, rows in _rows_of_kinds(scene):
+    for kind, rows in _rows_of_kinds(inputs):
         sums = np.zeros((len(whole.ranks), steps), np.int64)
-        for where, mine in by_place(scene, rows).items() if len(rows) else ():
+        for where, mine in by_place(inputs, rows).items() if len(rows) else ():
             each = np.zeros((len(whole.ranks), steps), np.int64)
             np.add.at(each, (rank[mine], step[mine]), 1)
             reason = allowed.reason(_stack(whole, int(mine[0])))
@@ -118,16 +117,16 @@ def hidden_share(timeline: Timeline, since: int) -> float | None:
     return (copying + computing - either) / copying if copying else None
 
 
-def _rows_of_kinds(scene: Scene) -> Iterator[tuple[str, Ints]]:
-    copies = scene.waits_for_large_copy
-    counted = scene.is_sync & ~_reuses_memory(scene)
+def _rows_of_kinds(inputs: CauseInputs) -> Iterator[tuple[str, Ints]]:
+    copies = inputs.waits_for_large_copy
+    counted = inputs.is_sync & ~_reuses_memory(inputs)
     yield SYNC, np.flatnonzero(counted & ~copies)
     yield BLOCKING_COPY, np.flatnonzero(counted & copies)
 
 
-def _reuses_memory(scene: Scene) -> np.ndarray:
+def _reuses_memory(inputs: CauseInputs) -> np.ndarray:
     """Our own runtime asks for an event that has passed before it uses memory again, which holds nobody up."""
-    spans, names = scene.timeline.spans, scene.timeline.names
+    spans, names = inputs.timeline.spans, inputs.timeline.names
     events = np.array(["EventSynchronize" in name for name in names], bool)[spans.name]
     return events & (spans.end - spans.start <= spans.work)
 

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
-from keepbusy.explain.diagnosis import PlannedFix, Where
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.explain.kept_plan import KeptPlan
-from keepbusy.fix import ASKED, IN_THE_SOURCE
 from keepbusy.fix.source.planned_edits import Sources, captured_at, changed_at, edited_files, origins_of, source_of
-from keepbusy.fix.source.source_edits import edit_of, ways_of
+from keepbusy.fixes import ASKED_FOR, WRITTEN
+from keepbusy.fixes.source.rewriting import edit_of, ways_of
 from keepbusy.timeline.files import BadInput
 
 
@@ -36,7 +37,7 @@ class Rewriting:
 
 
 def check_names(without: Sequence[str], also: Sequence[str]) -> None:
-    known = sorted({way for ways in IN_THE_SOURCE.values() for way in ways})
+    known = sorted(WRITTEN)
     for name in (*without, *also):
         if name not in known:
             raise BadInput(f"Unknown fix {name!r}. Known fixes: {', '.join(known)}.")
@@ -53,7 +54,7 @@ def rewriting_of(kept: KeptPlan, without: Sequence[str] = (), also: Sequence[str
             made.left.append((name, f" at {place}", "by hand; a graph can be captured then"))
             continue
         ways = [way for way in ways_of(planned.fix) if _name(way) not in without]
-        allowed = [way for way in ways if _name(way) not in ASKED or _name(way) in also]
+        allowed = [way for way in ways if _name(way) not in ASKED_FOR or _name(way) in also]
         if found := next(_changes(planned, allowed, held, loops), None):
             way, sources = found
             places = captured_at(held, sources) if way == "graph" else changed_at(held, sources)

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from keepbusy.fixes.definition import LIFTED
 from keepbusy.instrument import script
 from keepbusy.instrument.patches import Function, Patches
 
-LIFTED = "captured_"
-"""What the names of functions begin with that statements were lifted into."""
 _NO_COLUMN = -1
 
 

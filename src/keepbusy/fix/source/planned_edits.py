@@ -9,9 +9,10 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TypeAlias
 
-from keepbusy.explain.diagnosis import CapturedLines, PlannedFix, Where
-from keepbusy.fix.source.in_memory import LIFTED
-from keepbusy.fix.source.source_edits import changed_lines, edited, lines_of, moved_lines
+from keepbusy.causes.places import Where
+from keepbusy.explain.diagnosis import PlannedFix
+from keepbusy.fixes.definition import LIFTED, CapturedLines
+from keepbusy.fixes.source.rewriting import changed_lines, edited, lines_of, moved_lines
 from keepbusy.instrument.lines import USER, kind_of
 
 Sources: TypeAlias = dict[str, str]

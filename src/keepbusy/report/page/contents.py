@@ -20,12 +20,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from keepbusy import __version__
+from keepbusy.causes import LEDGER
+from keepbusy.causes.places import Where
 from keepbusy.explain.comparison import Change, Comparison
-from keepbusy.explain.diagnosis import CAUSES, PLACES, UNLIMITED, Cause, Diagnosis, Edit, Turns, Where
+from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Turns
 from keepbusy.report import run_report, verdict, words
 from keepbusy.report.source import fix_line, source_of, text_of
 from keepbusy.report.words import look, tame
 from keepbusy.timeline.busy_file import LENGTH, pack
+from keepbusy.timeline.edit import UNLIMITED, Edit
 from keepbusy.timeline.model import NONE, Ints, Kind, MemoryUse
 from keepbusy.timeline.run_facts import Part, PlainRun
 
@@ -79,7 +82,7 @@ def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
     return {
         "version": __version__,
         "source": _text(source or words.files(diagnosis.sources)),
-        "looks": {one: {"name": look(one).name, "sentence": look(one).sentence} for one in PLACES},
+        "looks": {one: {"name": look(one).label, "sentence": look(one).sentence} for one in LEDGER},
         "run": None if run is None else _part(run),
         "shares": run.shares if run is not None else (),
         "recorded": (turns.timeline.facts.recorded or ()) if turns is not None else (),
@@ -112,7 +115,7 @@ def _analysis(diagnosis: Diagnosis) -> dict[str, Any]:
         "plain": diagnosis.plain_given,
         "noise": diagnosis.noise,
         "script": diagnosis.one_turn,
-        "ledger": [[place, diagnosis.ledger[place]] for place in PLACES if diagnosis.ledger.get(place, 0) > 0],
+        "ledger": [[place, diagnosis.ledger[place]] for place in LEDGER if diagnosis.ledger.get(place, 0) > 0],
         "reasons": [_cause(one) for one in diagnosis.causes],
         "plan": list(_plan(diagnosis, summary.items)),
         "late": [

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from keepbusy.explain.diagnosis import CapturedLines
+from keepbusy.fixes.definition import CapturedLines
 
 _READS = {"item", "tolist", "cpu"}
 _WITHOUT_EFFECT = {

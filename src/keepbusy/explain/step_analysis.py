@@ -15,86 +15,30 @@ from random import Random
 
 import numpy as np
 
-from keepbusy.explain.causes import Finding, Scene, findings, without_messages
+from keepbusy.causes import KINDS, LEDGER, findings, what_happened
+from keepbusy.causes.cause import Finding, places_of
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.causes.collectives import without_messages
+from keepbusy.causes.late_ranks import late_ranks
+from keepbusy.causes.places import Where, places_of_rows
 from keepbusy.explain.diagnosis import (
     CAUSES,
     COMPUTING,
     COPYING,
-    PLACES,
     RESIDUAL,
-    UNLIMITED,
     WIRE,
     Cause,
     Diagnosis,
-    Edit,
     Harmless,
     Prediction,
-    SideLane,
     Site,
     Turns,
-    Where,
 )
 from keepbusy.explain.plain import PlainTimeline, fed_as_usual, other_view, plain_run
-from keepbusy.explain.remedies import late_ranks, lesson, places_of, places_of_rows, remedy_for, what_happened
-from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, LinkKind, Links, Timeline, next_kept
+from keepbusy.fixes import remedy_for
+from keepbusy.timeline.edit import Edit, SideLane, apply
+from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, Timeline
 from keepbusy.timeline.replay import Replayed, at_work_from, pace, steady
-
-GRAPH_SAVES = 870
-"""Nanoseconds that a graph saves on the device for each of its kernels (H200, benchmarks/gpu/graph_gap.py)."""
-
-
-def apply(timeline: Timeline, edit: Edit) -> Timeline:
-    """The timeline with the edit made, ready to be replayed."""
-    spans, moved = timeline.spans, edit.lane != SideLane.STAY
-    # what moves to a side lane is prepared for there: its work is set, not only limited
-    work = np.where(moved & (edit.work < UNLIMITED), edit.work, np.minimum(spans.work, edit.work))
-    lag = np.where(edit.capture, np.maximum(spans.lag - GRAPH_SAVES, np.minimum(spans.lag, 0)), spans.lag)
-    timeline = timeline.change_spans(
-        work=(work * edit.scale).astype(np.int64), lag=lag, awaits=np.where(edit.drop_wait, NONE, spans.awaits)
-    )
-    # a host that waits for nobody does not wait for an event either
-    links = timeline.links
-    event = edit.drop_wait[links.target] & (links.kind == LinkKind.ORDER)
-    if event.any():
-        timeline = timeline.change(links=links.take(~event))
-    return _on_side_lanes(timeline, edit.lane).keep(~edit.drop)
-
-
-def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
-    """Rows on lanes of their own: nothing on other streams waits for them, and they wait for no stream."""
-    moved = side != SideLane.STAY
-    if not moved.any():
-        return timeline
-    lanes, lane = list(timeline.lanes), timeline.spans.lane.astype(np.int64)
-    rank = timeline.rank_of_rows
-    for one in map(SideLane, np.unique(side[moved]).tolist()):
-        for of_rank in timeline.ranks:
-            rows = (side == one) & (rank == of_rank)
-            if rows.any():
-                lane[rows] = len(lanes)
-                device = None if one == SideLane.WORKERS else 0
-                lanes.append(Lane(of_rank, device, -one, f"side lane: {one.name.lower()}"))
-    links = timeline.links if not timeline.facts.one_turn else _with_readers(timeline, side)
-    cut = (links.kind != LinkKind.LAUNCH) & (moved[links.source] | moved[links.target])
-    cut &= np.arange(len(links)) < len(timeline.links)
-    spans = timeline.spans.change(lane=lane, lag=np.where(moved, 0, timeline.spans.lag))
-    return timeline.change(lanes=tuple(lanes), spans=spans, links=links.take(~cut))
-
-
-def _with_readers(timeline: Timeline, side: Ints) -> Links:
-    """A script that is one turn has no turn before it in which to fetch: what follows a copy still waits for it."""
-    copies = np.flatnonzero(side == SideLane.FETCH)
-    stays = (side == SideLane.STAY) & timeline.on_device
-    reader = next_kept(timeline.spans.lane, stays)[copies]
-    known = (reader != NONE) & (reader > copies)
-    order = Links.of(
-        int(known.sum()),
-        source=copies[known],
-        target=reader[known],
-        kind=np.full(int(known.sum()), LinkKind.ORDER),
-        lag=np.zeros(int(known.sum()), np.int64),
-    )
-    return Links.concatenate([timeline.links, order])
 
 
 @dataclass(frozen=True)
@@ -263,26 +207,26 @@ HALF_OF_A_GAP = 0.5
 
 
 @dataclass(eq=False)
-class Story:
+class StepAnalysis:
     """Whole steps, replayed as they were and fixed."""
 
-    scene: Scene
+    inputs: CauseInputs
     forecast: Forecast
     found: dict[str, Finding]
     everything: Edit  # all that was found, fixed
     _edits: dict[frozenset[str], Edit]
 
     @staticmethod
-    def of(window: Timeline, plain_step: int | None, workers: int) -> Story:
+    def of(window: Timeline, plain_step: int | None, workers: int) -> StepAnalysis:
         window = fed_as_usual(window, plain_step)
         plain = plain_run(window, plain_step)
         forecast = Forecast(plain, other_view(window, plain), Edit.nothing(plain.timeline))
-        scene = Scene(plain.timeline, workers)
-        found = findings(scene)
-        everything = Edit.of([one.edit for one in found.values()], scene.timeline)
-        found = {cause: replace(one, places=places_of(scene, one)) for cause, one in found.items()}
+        inputs = CauseInputs(plain.timeline, workers)
+        found = findings(inputs)
+        everything = Edit.of([one.edit for one in found.values()], inputs.timeline)
+        found = {cause: replace(one, places=places_of(inputs, one)) for cause, one in found.items()}
         edits = {frozenset(found): everything, frozenset[str](): forecast.nothing}
-        return Story(scene, forecast, found, everything, edits)
+        return StepAnalysis(inputs, forecast, found, everything, edits)
 
     @property
     def plain(self) -> PlainTimeline:
@@ -300,14 +244,14 @@ class Story:
         key = frozenset(causes).intersection(self.found)
         if key not in self._edits:
             edits = [finding.edit for cause, finding in self.found.items() if cause in key]
-            self._edits[key] = Edit.of(edits, self.scene.timeline)
+            self._edits[key] = Edit.of(edits, self.inputs.timeline)
         return self._edits[key]
 
     def diagnosis(self, whole: Timeline, plain_given: bool, what_if: Sequence[str] = ()) -> Diagnosis:
         named = self._named()
         ledger = self._ledger(named)
         share = sum(ledger[cause] for cause in CAUSES if cause in ledger) / self.plain.step
-        timeline = self.scene.timeline
+        timeline = self.inputs.timeline
         unseen = [f"{cause} was not seen in this run." for cause in what_if if cause not in self.found]
         return Diagnosis(
             plain_step=self.plain.step,
@@ -320,7 +264,7 @@ class Story:
             predicted=self.forecast.predict(self.edit_of(what_if) if what_if else self._all(named)),
             noise=self.forecast.noise,
             ranks=tuple(timeline.ranks),
-            late=late_ranks(self.scene, self.found["peer_late"]) if "peer_late" in named else (),
+            late=late_ranks(self.inputs, self.found["peer_late"]) if "peer_late" in named else (),
             fixed=tuple(what_if),
             device=timeline.facts.device,
             sources=sources_of(timeline),
@@ -333,7 +277,7 @@ class Story:
 
     def _named(self) -> list[str]:
         """Causes whose fixing gains more than the noise, the largest gain first; among equals the more specific."""
-        known = set(self.found) - ({"launch_bound"} if self.scene.timeline.facts.compiled_eagerly else set())
+        known = set(self.found) - ({"launch_bound"} if self.inputs.timeline.facts.compiled_eagerly else set())
         claimed = [cause for cause in self.found if cause in known and self.gain(cause) > self.forecast.noise]
         return sorted(claimed, key=lambda cause: (-self.gain(cause), cause in _LESS_PARTICULAR))
 
@@ -341,7 +285,7 @@ class Story:
         """The turns that were replayed, for who draws them. The causes that gain something come first."""
         named = self._named()
         found = [self.found[cause] for cause in dict.fromkeys([*named, *self.found])]
-        return turns_of(self.scene.timeline, self.plain.ratio, found, len(named))
+        return turns_of(self.inputs.timeline, self.plain.ratio, found, len(named))
 
     def _all(self, named: Sequence[str]) -> Edit:
         """All that are named, or the first alone where the others would only crowd the lane that it moves to."""
@@ -405,7 +349,7 @@ class Story:
 
     def _bubble(self, edit: Edit, left: float) -> float:
         """Of what is left once all is fixed, how long stages of a pipeline wait for each other."""
-        if not self.scene.among_ranks or not (messages := without_messages(self.scene)).touched.any():
+        if not self.inputs.among_ranks or not (messages := without_messages(self.inputs)).touched.any():
             return 0.0
         waiting, without = (self.forecast.spent(one).waiting for one in (edit, edit | messages))
         return min(left, max(0.0, waiting - without))
@@ -413,14 +357,14 @@ class Story:
     def _cause(self, cause: str, earlier: Sequence[str]) -> Cause:
         finding = self.found[cause]
         sites = self._sites(finding)
-        remedy = remedy_for(self.scene, finding, sites[0].where, finding.places[sites[0].where])
+        remedy = remedy_for(self.inputs, finding, sites[0].where, finding.places[sites[0].where])
         return Cause(
             cause=cause,
             wait=round(max(0.0, self.unchanged.held_up - self.forecast.spent(finding.edit).held_up)),
-            count=finding.count / self.scene.steps / len(self.scene.timeline.ranks),
+            count=finding.count / self.inputs.steps / len(self.inputs.timeline.ranks),
             sites=sites,
-            what=what_happened(self.scene, finding),
-            fix=remedy.fix,
+            what=what_happened(self.inputs, finding),
+            fix=remedy.fix.name,
             advice=remedy.advice,
             remedy=remedy.code,
             api=remedy.api,
@@ -431,7 +375,7 @@ class Story:
     def _sites(self, finding: Finding) -> tuple[Site, ...]:
         """The costliest first. The wait of a place is what fixing it alone recovers."""
         groups = finding.places
-        per_step = self.scene.steps * len(self.scene.timeline.ranks)
+        per_step = self.inputs.steps * len(self.inputs.timeline.ranks)
         ordered = list(groups)[:SITES_SHOWN]
         gains = dict.fromkeys(ordered, self.gain(finding.cause) if len(ordered) == 1 else 0)
         for place in ordered[:SITES_REPLAYED] if len(ordered) > 1 else ():
@@ -451,7 +395,7 @@ class Story:
         """Of causes that gain nothing alone, what each gains once all else is fixed: they are not without cost. A
         script that runs once is told what a loop would cost in any case."""
         found, noise = frozenset(self.found), self.forecast.noise
-        if self.scene.timeline.facts.runs_once:
+        if self.inputs.timeline.facts.runs_once:
             return {}
         seen = [cause for cause in found.difference(_SILENT_CAUSES) if self.gain(cause) <= noise]
         everything = self.forecast.gain(self.everything)
@@ -459,20 +403,22 @@ class Story:
         return {cause: gain for cause, gain in last.items() if gain > noise}
 
     def _harmless(self, named: Sequence[str], waiting_share: float) -> tuple[Harmless, ...]:
-        per_step = self.scene.steps * len(self.scene.timeline.ranks)
+        per_step = self.inputs.steps * len(self.inputs.timeline.ranks)
         if waiting_share < 0.05:
             why = "the GPU has work all the time"
         elif "launch_bound" in named:
             why = "the step is launch-bound, so the host would not have been ahead anyway"
         else:
             why = "something else holds the step up at the same time"
-        rows, spans = [], self.scene.timeline.spans
+        rows, spans = [], self.inputs.timeline.spans
         told = {*named, *_SILENT_CAUSES, *self.behind_others()}
         for cause, finding in self.found.items():
             if cause not in told:
                 for place, mine in self._seen_in_vain(finding).items():
                     taught = (
-                        lesson(self.scene.timeline, cause, int(mine[0])) if self.scene.timeline.facts.runs_once else why
+                        KINDS[cause].lesson_at(self.inputs, int(mine[0]))
+                        if self.inputs.timeline.facts.runs_once
+                        else why
                     )
                     held = round((spans.end[mine] - spans.start[mine]).sum() / per_step)
                     rows.append(Harmless(cause, place, len(mine) / per_step, taught, max(0, self.gain(cause)), held))
@@ -482,16 +428,16 @@ class Story:
         """A copy on a stream where nothing is computed is no copy in line, if it costs nothing."""
         if finding.cause != "copy_not_overlapped":
             return finding.places
-        spans = self.scene.timeline.spans
-        computes = np.bincount(spans.lane, spans.kind == Kind.KERNEL, len(self.scene.timeline.lanes)) > 0
-        in_line = computes[spans.lane[self.scene.command]]
+        spans = self.inputs.timeline.spans
+        computes = np.bincount(spans.lane, spans.kind == Kind.KERNEL, len(self.inputs.timeline.lanes)) > 0
+        in_line = computes[spans.lane[self.inputs.command]]
         places = {place: rows[in_line[rows]] for place, rows in finding.places.items()}
         return {place: rows for place, rows in places.items() if len(rows)}
 
 
 def _rounded(total: int, parts: dict[str, float]) -> dict[str, int]:
     """Whole nanoseconds that sum to the step; computing takes what rounding leaves."""
-    whole = {place: round(parts[place]) for place in PLACES if place in parts}
+    whole = {place: round(parts[place]) for place in LEDGER if place in parts}
     whole[COMPUTING] += total - sum(whole.values())
     return {place: time for place, time in whole.items() if time > 0 or place == COMPUTING}
 

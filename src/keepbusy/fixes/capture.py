@@ -7,14 +7,17 @@ there has to stay: then the statements of the called function are looked at, and
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.explain.causes import Scene
-from keepbusy.explain.diagnosis import CapturedLines
+from keepbusy.causes.cause import FindingBuilder
+from keepbusy.causes.cause_inputs import IN_A_ROW, CauseInputs
+from keepbusy.causes.places import by_place, named
+from keepbusy.fixes.definition import CapturedLines, Fix, PlacedCause
 from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Direction, Frames, Ints, Kind, Mask
 
@@ -41,41 +44,69 @@ class Capture(NamedTuple):
     """What has to be done elsewhere before: `create_on_gpu at train.py:31`."""
 
 
-def captured(scene: Scene, goes: Mask, by_hand: Mask) -> Capture:
+@lru_cache(maxsize=1)
+def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
+    """What graphs can hold, once all waits are gone that a fix removes. Statements that are captured can be parted from
+    a wait that stands beside them, but not from one within what they call."""
+    waits = np.flatnonzero(inputs.is_sync & ~inputs.waits_for_large_copy)
+    goes, nothing = np.zeros(len(inputs.timeline), bool), FindingBuilder("host_sync", inputs.timeline).finding()
+    by_hand, elsewhere = dict[tuple[str, str], list[Ints]](), list[str]()
+    for where, rows in by_place(inputs, waits).items():
+        fix = PlacedCause(inputs, nothing, where, rows, fixes).remedy().fix
+        comes_often = len(rows) >= IN_A_ROW * inputs.steps
+        goes[rows] = fix.removes_wait and not (comes_often and fix.is_not_for_loops)
+        if fix.name == "create_on_gpu":
+            elsewhere.append(named(fix.name, [where]))
+        if goes[rows].any() and not fix.is_gone_in_graph:
+            by_hand.setdefault((where.file, where.function), []).append(rows)
+    beside = np.zeros(len(inputs.timeline), bool)
+    beside[[row for groups in by_hand.values() for rows in groups for row in rows]] = True
+    found = captured(inputs, goes, beside)
+    found = found._replace(first=next(iter(elsewhere), ""))
+    within = by_hand.keys() - {(lines.file, lines.function) for lines in found.lines}
+    if not within or not found.lines:
+        return found
+    for place in within:
+        for rows in by_hand[place]:
+            goes[rows] = beside[rows] = False
+    return captured(inputs, goes, beside)._replace(first=found.first)
+
+
+def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask) -> Capture:
     """`goes`: waits that a fix can take away; `by_hand`: those of them that wait where they are until that is made."""
-    spans, timeline = scene.timeline.spans, scene.timeline
+    spans, timeline = inputs.timeline.spans, inputs.timeline
     reads = np.zeros(len(spans), bool)  # copies that go with the waits
-    reads[scene.last_launch[goes & (scene.copy_of_sync != NONE)]] = True
-    stays, launches = _stays(scene, goes, reads), np.flatnonzero((scene.command != NONE) & ~reads)
-    fed = _fed(scene, stays, goes)
-    parted = (frames_around(timeline.frames, spans.frame[stays]) & ~fed) | _holds_steps(scene)
-    prepared = _prepared(scene, stays, goes)
+    reads[inputs.last_launch[goes & (inputs.copy_of_sync != NONE)]] = True
+    stays, launches = _stays(inputs, goes, reads), np.flatnonzero((inputs.command != NONE) & ~reads)
+    fed = _fed(inputs, stays, goes)
+    parted = (frames_around(timeline.frames, spans.frame[stays]) & ~fed) | _holds_steps(inputs)
+    prepared = _prepared(inputs, stays, goes)
     stays_there = stays
     stays = stays & ~prepared
-    run = _numbers(scene, stays, parted)
-    held = _alike(scene, launches, run[launches])
-    held = held[~np.isin(run[held], _without_forward(scene, stays, launches, run))]
+    run = _numbers(inputs, stays, parted)
+    held = _alike(inputs, launches, run[launches])
+    held = held[~np.isin(run[held], _without_forward(inputs, stays, launches, run))]
     first, last = (np.full(int(run.max(initial=0)) + 1, NONE, np.int64) for _ in range(2))
     first[run[held][::-1]], last[run[held]] = held[::-1], held
     rows = np.arange(len(spans))
     inside = (rows > first[run]) & (rows <= last[run]) & (first[run] != NONE)
-    statement = scene.outermost(~parted)
+    statement = inputs.outermost(~parted)
     inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
     inside &= ~timeline.on_device & ~stays & ~prepared
-    launched = np.append(inside, False)[scene.launch] & (scene.launch != NONE)
-    parted = _parted_by(scene, stays_there | by_hand) | _holds_steps(scene)
+    launched = np.append(inside, False)[inputs.launch] & (inputs.launch != NONE)
+    parted = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs)
     return Capture(
         inside | launched,
-        inside & scene.is_sync,
+        inside & inputs.is_sync,
         stays,
         len(held) / max(1, len(launches)),
-        _lines(scene, scene.outermost(~parted | fed)[held], parted),
+        _lines(inputs, inputs.outermost(~parted | fed)[held], parted),
     )
 
 
-def _holds_steps(scene: Scene) -> Mask:
+def _holds_steps(inputs: CauseInputs) -> Mask:
     """Frames in which several steps begin: a graph holds one at most."""
-    timeline, frames = scene.timeline, scene.timeline.frames
+    timeline, frames = inputs.timeline, inputs.timeline.frames
     result = np.zeros(len(frames), bool)
     for rank in timeline.ranks:
         marks = timeline.spans.start[timeline.marks_of(rank)]
@@ -84,13 +115,13 @@ def _holds_steps(scene: Scene) -> Mask:
     return result
 
 
-def _parted_by(scene: Scene, stays: Mask) -> Mask:
+def _parted_by(inputs: CauseInputs, stays: Mask) -> Mask:
     """Frames in which something stays. In a log, what came before a call of the driver has that call's frames: before
     the first one in a frame, and in pieces of it without any, it may as well be of the statement before."""
-    spans, frames = scene.timeline.spans, scene.timeline.frames
-    if not scene.timeline.facts.logged:
+    spans, frames = inputs.timeline.spans, inputs.timeline.frames
+    if not inputs.timeline.facts.logged:
         return frames_around(frames, spans.frame[stays])
-    rows, calls = np.flatnonzero(stays), np.flatnonzero(~scene.timeline.on_device & (spans.kind != Kind.WORK))
+    rows, calls = np.flatnonzero(stays), np.flatnonzero(~inputs.timeline.on_device & (spans.kind != Kind.WORK))
     first, result = np.full(len(frames) + 1, len(spans)), np.zeros(len(frames) + 1, bool)
     for frame in outwards(frames, spans.frame[calls]):
         np.minimum.at(first, frame, calls)
@@ -101,16 +132,16 @@ def _parted_by(scene: Scene, stays: Mask) -> Mask:
     return result[:-1]
 
 
-def _lines(scene: Scene, captured: Ints, parted: Mask) -> tuple[CapturedLines, ...]:
+def _lines(inputs: CauseInputs, captured: Ints, parted: Mask) -> tuple[CapturedLines, ...]:
     """`captured`: of each launch the frame of its statement. `parted`: frames in which something stays. A line at which
     something stays in few of the steps that reach it does not count: a short pause of the host."""
-    frames, names = scene.timeline.frames, scene.timeline.names
+    frames, names = inputs.timeline.frames, inputs.timeline.names
     launching = defaultdict[tuple[str, str], Counter[int]](Counter)
     staying = defaultdict[tuple[str, str], list[int]](list)
     for frame, count in zip(*np.unique(captured[captured != NONE], return_counts=True), strict=True):
         if at := source_line(names[frames.name[frame]]):
             launching[at[0], at[2]][at[1]] += int(count)
-    marks = scene.timeline.spans.start[scene.timeline.marks_of(scene.timeline.ranks[0])]
+    marks = inputs.timeline.spans.start[inputs.timeline.marks_of(inputs.timeline.ranks[0])]
     step = np.searchsorted(marks, frames.start, side="right")
     reached, stayed = ({*zip(frames.name[one], step[one], strict=True)} for one in (np.arange(len(frames)), parted))
     steps_reached, steps_stayed = (Counter(int(name) for name, _ in one) for one in (reached, stayed))
@@ -121,35 +152,35 @@ def _lines(scene: Scene, captured: Ints, parted: Mask) -> tuple[CapturedLines, .
     return tuple(
         CapturedLines(
             *place,
-            tuple((line, -(-count // scene.steps)) for line, count in sorted(lines.items())),
+            tuple((line, -(-count // inputs.steps)) for line, count in sorted(lines.items())),
             tuple(sorted(staying[place])),
         )
         for place, lines in sorted(launching.items(), key=lambda one: -one[1].total())
     )
 
 
-def _stays(scene: Scene, goes: Mask, reads: Mask) -> Mask:
+def _stays(inputs: CauseInputs, goes: Mask, reads: Mask) -> Mask:
     """Waits, work of the program's own, batches that are taken, and copies between the GPU and the host."""
-    spans = scene.timeline.spans
-    crosses = scene.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
-    copies = np.append(crosses, False)[scene.command] & (scene.command != NONE)
-    kept = (scene.is_sync & ~goes) | (copies & ~reads) | (scene.loader_frame != NONE) | scene.is_heavy
-    return (kept | scene.within(Role.OBJECTS)) & ~scene.timeline.on_device & ~scene.by_workers
+    spans = inputs.timeline.spans
+    crosses = inputs.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
+    copies = np.append(crosses, False)[inputs.command] & (inputs.command != NONE)
+    kept = (inputs.is_sync & ~goes) | (copies & ~reads) | (inputs.loader_frame != NONE) | inputs.is_heavy
+    return (kept | inputs.within(Role.OBJECTS)) & ~inputs.timeline.on_device & ~inputs.by_workers
 
 
-def _computes(scene: Scene, goes: Mask) -> Mask:
+def _computes(inputs: CauseInputs, goes: Mask) -> Mask:
     """The host's rows that launch anything but copies to the GPU, or wait for anything but such a copy."""
-    spans = scene.timeline.spans
-    copied = np.where(scene.copy_of_sync != NONE, scene.copy_of_sync, scene.command)
-    brings = (copied != NONE) & scene.is_copy[copied] & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
-    return ((scene.command != NONE) | (scene.is_sync & ~goes)) & ~brings
+    spans = inputs.timeline.spans
+    copied = np.where(inputs.copy_of_sync != NONE, inputs.copy_of_sync, inputs.command)
+    brings = (copied != NONE) & inputs.is_copy[copied] & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
+    return ((inputs.command != NONE) | (inputs.is_sync & ~goes)) & ~brings
 
 
-def _fed(scene: Scene, stays: Mask, goes: Mask) -> Mask:
+def _fed(inputs: CauseInputs, stays: Mask, goes: Mask) -> Mask:
     """Frames that copy to the GPU what they compute with, before they compute anything: `model(x.cuda())`. The copy can
     be made in front of them."""
-    spans, frames = scene.timeline.spans, scene.timeline.frames
-    rows, computing = np.flatnonzero(stays), np.flatnonzero(_computes(scene, goes))
+    spans, frames = inputs.timeline.spans, inputs.timeline.frames
+    rows, computing = np.flatnonzero(stays), np.flatnonzero(_computes(inputs, goes))
     last, first = np.full(len(frames) + 1, NONE), np.full(len(frames) + 1, len(spans))
     for frame in outwards(frames, spans.frame[rows]):
         np.maximum.at(last, frame, rows)
@@ -159,15 +190,15 @@ def _fed(scene: Scene, stays: Mask, goes: Mask) -> Mask:
     return ((last < first) & (first < len(spans)) & (last != NONE))[:-1] & ~frames_around(frames, spans.frame[is_else])
 
 
-def _prepared(scene: Scene, stays: Mask, goes: Mask) -> Mask:
+def _prepared(inputs: CauseInputs, stays: Mask, goes: Mask) -> Mask:
     """Between a forward pass and its backward pass, the host's rows of statements that compute nothing on the GPU and
     read nothing of it, as those that take the next batch: they depend on nothing that the step computes, so they can
     move out of its way."""
-    spans, frames, computes = scene.timeline.spans, scene.timeline.frames, _computes(scene, goes)
+    spans, frames, computes = inputs.timeline.spans, inputs.timeline.frames, _computes(inputs, goes)
     free = ~frames_around(frames, spans.frame[computes]) & frames_around(frames, spans.frame[stays])
-    rows = np.flatnonzero((scene.outermost(free) != NONE) & ~scene.timeline.on_device & (scene.loader_frame == NONE))
+    rows = np.flatnonzero((inputs.outermost(free) != NONE) & ~inputs.timeline.on_device & (inputs.loader_frame == NONE))
     others = np.flatnonzero(computes)
-    back = np.append(np.zeros(1, bool), scene.within(Role.BACKWARD)[others])
+    back = np.append(np.zeros(1, bool), inputs.within(Role.BACKWARD)[others])
     often, place, few = np.cumsum(back), np.searchsorted(others, rows), FEWEST_LAUNCHES
     begins = often[np.minimum(place + few, len(others))] > often[place]  # the first gradient is made before it
     result = np.zeros(len(spans), bool)
@@ -175,18 +206,18 @@ def _prepared(scene: Scene, stays: Mask, goes: Mask) -> Mask:
     return result
 
 
-def _numbers(scene: Scene, stays: Mask, parted: Mask) -> Ints:
+def _numbers(inputs: CauseInputs, stays: Mask, parted: Mask) -> Ints:
     """Of each row, a number that rows of one run share: of one lane, step and call, with nothing between that stays.
     `parted`: calls in which something stays."""
-    spans = scene.timeline.spans
-    where = np.stack([spans.lane, _steps(scene, stays), scene.innermost(parted), np.cumsum(stays)])
+    spans = inputs.timeline.spans
+    where = np.stack([spans.lane, _steps(inputs, stays), inputs.innermost(parted), np.cumsum(stays)])
     return np.unique(where, axis=1, return_inverse=True)[1].reshape(-1)
 
 
-def _steps(scene: Scene, stays: Mask) -> Ints:
+def _steps(inputs: CauseInputs, stays: Mask) -> Ints:
     """Of each row its step, from where something stays: what marks steps, as an optimizer does, may stand in the middle
     of what a graph holds."""
-    timeline = scene.timeline
+    timeline = inputs.timeline
     marks = timeline.marks_of(timeline.ranks[0])
     rows = np.flatnonzero(stays & (timeline.rank_of_rows == timeline.ranks[0]))
     following = np.append(rows, len(stays))[np.searchsorted(rows, marks)]
@@ -194,17 +225,17 @@ def _steps(scene: Scene, stays: Mask) -> Ints:
     return np.searchsorted(begins, np.arange(len(stays)), side="right")
 
 
-def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
+def _alike(inputs: CauseInputs, launches: Ints, run: Ints) -> Ints:
     """Those of these launches that stand in one of the few runs that most steps launch at their place: a growing cache
     would need a graph for each of its sizes."""
-    timeline, spans = scene.timeline, scene.timeline.spans
+    timeline, spans = inputs.timeline, inputs.timeline.spans
     # a graph launches the same kernels on as much data each time; on a virtual GPU as much takes as long, exactly
     amount = spans.work if timeline.facts.virtual else spans.blocks
-    commands = scene.command[launches]
+    commands = inputs.command[launches]
     launched = np.stack([spans.name[commands], spans.size[commands], amount[commands]])
     order = np.argsort(run, kind="stable")
     members = [one for one in np.split(order, np.flatnonzero(np.diff(run[order])) + 1) if len(one) >= FEWEST_LAUNCHES]
-    seen = [(_path(scene, int(launches[one[0]])), launched[:, one].tobytes()) for one in members]
+    seen = [(_path(inputs, int(launches[one[0]])), launched[:, one].tobytes()) for one in members]
     runs, often = Counter(place for place, _ in seen), Counter(seen)
     usual = defaultdict[int, list[tuple[int, bytes]]](list)
     for what, count in often.most_common():
@@ -217,14 +248,14 @@ def _alike(scene: Scene, launches: Ints, run: Ints) -> Ints:
     return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
 
 
-def _without_forward(scene: Scene, stays: Mask, launches: Ints, run: Ints) -> Ints:
+def _without_forward(inputs: CauseInputs, stays: Mask, launches: Ints, run: Ints) -> Ints:
     """Runs of backward passes most of whose forward pass stands in other runs, and those runs: a graph holds both."""
-    backward, optimizer = (scene.within(role)[launches] for role in (Role.BACKWARD, Role.OPTIMIZER))
-    step = np.searchsorted(scene.timeline.marks_of(scene.timeline.ranks[0]), launches, side="right")
+    backward, optimizer = (inputs.within(role)[launches] for role in (Role.BACKWARD, Role.OPTIMIZER))
+    step = np.searchsorted(inputs.timeline.marks_of(inputs.timeline.ranks[0]), launches, side="right")
     kind = np.where(optimizer, 2, np.where(backward, 1, 0)) + 3 * step
     edges = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(launches)]
     before, cut, piece = 0, list[Ints](), np.cumsum(stays)[launches]
-    number, lane = run[launches], scene.timeline.spans.lane[launches]
+    number, lane = run[launches], inputs.timeline.spans.lane[launches]
     for begin, end in pairwise([0, *edges]) if len(launches) else ():
         if kind[begin] % 3 == 1:
             # no more of what came before than it launches itself: the rest may be another pass, without gradients
@@ -238,9 +269,9 @@ def _without_forward(scene: Scene, stays: Mask, launches: Ints, run: Ints) -> In
     return np.unique(np.concatenate(cut)) if cut else np.zeros(0, np.int64)
 
 
-def _path(scene: Scene, row: int) -> int:
-    frame = int(scene.timeline.spans.frame[row])
-    return NONE if frame == NONE else int(scene.path[frame])
+def _path(inputs: CauseInputs, row: int) -> int:
+    frame = int(inputs.timeline.spans.frame[row])
+    return NONE if frame == NONE else int(inputs.path[frame])
 
 
 def outwards(frames: Frames, frame: Ints) -> Iterator[Ints]:

@@ -13,7 +13,7 @@
                                                    loss = captured_train(optimizer, criterion, model, x, y)
                                                    total += loss.item()
 
-Which lines launch into graphs, and at which something has to stay on the host, is known from a run (`explain.capture`).
+Which lines launch into graphs, and at which something has to stay on the host, is known from a run (`fixes.capture`).
 What stands between captured statements and has to stay moves in front of them or behind them where that changes
 nothing, and otherwise ends the graph: then there are several.
 """
@@ -30,11 +30,10 @@ from typing import Any, NamedTuple
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from keepbusy.explain.diagnosis import CapturedLines
-from keepbusy.fix.source.in_memory import LIFTED
+from keepbusy.fixes.definition import LIFTED, CapturedLines
 
 FEWEST_LAUNCHES = 8
-"""As many as `explain.capture` asks for."""
+"""As many as `fixes.capture` asks for."""
 _BLOCKS = ("body", "orelse", "finalbody")
 _LOOPS = (ast.For, ast.While)
 _HARMLESS = {

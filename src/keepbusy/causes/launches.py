@@ -1,0 +1,43 @@
+"""The GPU finishes each kernel before Python has launched the next one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from keepbusy.causes.cause import CauseKind, FindingBuilder, LedgerPlace
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.model import NONE, Kind
+
+
+class LaunchBound(CauseKind):
+    """Everything that a captured graph would not do again: launches, and the host work between them."""
+
+    place = LedgerPlace(
+        name="launch_bound",
+        label="launch-bound",
+        colour="#cf8064",
+        sentence="The GPU finishes kernels faster than Python launches them",
+        happens="The GPU finishes each kernel before Python has launched the next one.",
+        fixed_by=(
+            "Fewer and larger launches: [a captured graph](../how-to/graph-a-step.md), `torch.compile`, fused "
+            "optimizers, larger batches."
+        ),
+    )
+    what = "{launches}{per}. The GPU finishes each before Python has launched the next."
+    is_residual = True
+
+    def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
+        """Everything that a captured graph would not do again: launches, and the host work between them."""
+        spans = inputs.timeline.spans
+        host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
+        captured = host & ~inputs.is_heavy & ~inputs.by_workers & (inputs.loader_frame == NONE)
+        rows = np.flatnonzero(captured & ~inputs.within(Role.OBJECTS))  # no graph pickles
+        builder.edit.work[rows] = 0
+        builder.culprit[rows] = inputs.last_launch[rows]
+        # of a graph's launch there are many commands: those are captured already
+        commands = np.flatnonzero(inputs.launch != NONE)
+        launches = inputs.launch[commands]
+        commands = commands[np.bincount(launches)[launches] == 1]
+        builder.edit.capture[commands] = True
+        builder.culprit[commands] = inputs.launch[commands]

@@ -1,0 +1,270 @@
+"""Where in the program a row of the timeline stands, no more exactly than the recording knows it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.timeline.frame_roles import INSTALLED, Owner, Role, source_line
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in the user's program, as exactly as the recording knows it."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    exact: bool = False  # else the line is the function's, not the call's
+    operator: str = ""  # what it called: aten::item, cudaStreamSynchronize
+    around: str = ""  # without stacks: the annotation or operator around it and its neighbours
+    library: str = ""  # the library's frame, when the call stands inside one
+
+    @staticmethod
+    def of(place: str) -> Where:
+        """Of `train.py:31`, as the run's tree names places; of other words just these."""
+        file, _, line = place.rpartition(":")
+        return Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is a line of the program, or within what the program calls by a name; else a call of CUDA's."""
+        return bool(self.file) or self.around.startswith("in ")
+
+    def __str__(self) -> str:
+        if self.file:
+            return f"{self.file}:{self.line}"
+        return self.around or self.operator or "unknown place"
+
+
+def named(fix: str, where: Sequence[Where]) -> str:
+    """A fix with its place, and how many more there are."""
+    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+    return f"{fix} at {where[0]}{more}" if where else fix
+
+
+ROWS_NEARBY = 400
+"""So many rows before and after one what stands beside it is looked for."""
+
+
+def place_of(timeline: Timeline, row: int, frame: int = NONE) -> Where:
+    """The user's own frame, with the library's beside it; without stacks the operator and what stands around it.
+
+    Of a row within `frame`, the place of that frame.
+    """
+    chain = list(_frames_around(timeline, row) if frame == NONE else timeline.frames.around(frame))
+    operator = _operator(timeline, row, chain) if frame == NONE else ""
+    user, library = _user_frame(timeline, chain)
+    if user is not None:
+        return Where(*user, operator=operator, library=library)
+    return Where(operator=operator, around=_surroundings(timeline, row, chain), library=library)
+
+
+def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
+    """From the inside out. On the backward thread it goes on where the forward part was called, else at the caller."""
+    chain = list(timeline.frames.around(int(timeline.spans.frame[row])))
+    yield from chain
+    lane = timeline.spans.lane[row]
+    main = int(timeline.spans.lane[timeline.marks_of(timeline.lanes[lane].rank)[0]])
+    if lane != main and len(timeline.frames):
+        forward = next(filter(None, (_forward_of(timeline, frame, main) for frame in chain)), None)
+        frames, time = timeline.frames, timeline.spans.start[row]
+        is_open = (frames.lane == main) & (frames.start <= time) & (frames.end > time)
+        yield from forward or np.flatnonzero(is_open)[::-1].tolist()
+
+
+def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
+    """The frames around the forward operator that left this backward one to be done."""
+    frames = timeline.frames
+    if frames.sequence[frame] < 0:
+        return []
+    mine = (frames.sequence == frames.sequence[frame]) & (frames.lane == main) & (frames.start < frames.start[frame])
+    return list(timeline.frames.around(int(np.flatnonzero(mine)[-1]))) if mine.any() else []
+
+
+def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
+    """The name of the operator that the program called; of no operator, that of the call itself."""
+    names, frame = timeline.names, _called(timeline, chain)
+    if frame != NONE:
+        return names[timeline.frames.name[frame]]
+    return names[timeline.spans.name[row]] if timeline.spans.kind[row] != Kind.WORK else ""
+
+
+def role_of_call(timeline: Timeline, row: int) -> int:
+    """What the same does."""
+    frame = _called(timeline, list(_frames_around(timeline, row)))
+    return int(timeline.spans.role[row] if frame == NONE else timeline.frames.role[frame])
+
+
+def _called(timeline: Timeline, chain: list[int]) -> int:
+    """The outermost operator of the innermost run of operators: what the program called."""
+    frames, found = timeline.frames, NONE
+    for frame in chain:
+        if frames.kind[frame] == FrameKind.OPERATOR and not frames.role[frame] & Role.BACKWARD:
+            found = frame
+        elif found != NONE:
+            break
+    return found
+
+
+def _user_frame(timeline: Timeline, chain: list[int]) -> tuple[tuple[str, int, str, bool] | None, str]:
+    frames, names, library = timeline.frames, timeline.names, ""
+    for frame in chain:
+        if frames.kind[frame] not in (FrameKind.PYTHON, FrameKind.LINE):
+            continue
+        line = source_line(names[frames.name[frame]])
+        if line and frames.owner[frame] == Owner.USER:
+            return (*line, bool(frames.kind[frame] == FrameKind.LINE)), library
+        if line and not library:
+            library = f"{line[0].removeprefix(INSTALLED)}:{line[1]} in {line[2]}"
+    return None, library
+
+
+def _surroundings(timeline: Timeline, row: int, chain: list[int]) -> str:
+    """Without stacks: the annotation around the row, else the operators before and after it."""
+    frames, names = timeline.frames, timeline.names
+    for frame in chain:
+        annotates = frames.kind[frame] == FrameKind.ANNOTATION and not _counts_steps(timeline, frame)
+        if annotates and not frames.role[frame] & Role.INTERNAL:
+            return f"in {names[frames.name[frame]]}"
+    before, after = (_neighbour(timeline, row, step) for step in (-1, 1))
+    called = _operator(timeline, row, chain)
+    if before and after and not called:
+        return f"between {before} and {after}"
+    known = [f"after {before}" if before else "", f"before {after}" if after else ""]
+    return ", ".join(filter(None, [called, *known]))
+
+
+def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
+    """The nearest other operator on the lane that launched something."""
+    spans, own = timeline.spans, _outermost(timeline, row)
+    first = max(0, row - ROWS_NEARBY) if direction < 0 else row + 1
+    near = slice(first, row if direction < 0 else first + ROWS_NEARBY)
+    launches = np.flatnonzero((spans.lane[near] == spans.lane[row]) & (spans.kind[near] == Kind.LAUNCH)) + first
+    around = (_outermost(timeline, other) for other in launches[::direction].tolist())
+    frame = next((one for one in around if one not in (own, NONE)), NONE)
+    return timeline.names[timeline.frames.name[frame]] if frame != NONE else ""
+
+
+def _outermost(timeline: Timeline, row: int) -> int:
+    """The outermost operator or annotation around a row."""
+    chain = [*timeline.frames.around(int(timeline.spans.frame[row]))]
+    kind, python = timeline.frames.kind, int(FrameKind.PYTHON)
+    named = (frame for frame in reversed(chain) if kind[frame] != python and not _counts_steps(timeline, frame))
+    return next(named, NONE)
+
+
+def _counts_steps(timeline: Timeline, frame: int) -> bool:
+    """It is around all of a step, with the step's number in its name: no place of the program."""
+    return bool(timeline.frames.role[frame] & Role.STEP)
+
+
+def by_place(inputs: CauseInputs, rows: Ints, cause: str = "") -> dict[Where, Ints]:
+    """Rows by place. Rows reached along the same path of calls share one, so only one of them is looked up.
+
+    What makes a rank late is where it leaves the path of the others, if it does; work that needs a value is where that
+    is read; what the backward pass waits for because of a mask is where the mask is used.
+    """
+    spans, within = inputs.timeline.spans, np.full(len(rows), NONE)
+    if cause in ("peer_late", "host_work"):
+        within = (inputs.frame_of_one_rank if cause == "peer_late" else inputs.needs_read)[rows]
+    shown = inputs.shown_at[rows]
+    frame = np.where(within == NONE, spans.frame[shown], within)
+    path = np.where(frame == NONE, spans.name[shown], inputs.path[np.maximum(frame, 0)] if len(inputs.path) else 0)
+    _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
+    groups = defaultdict[tuple[object, ...], list[Ints]](list)
+    places: dict[tuple[object, ...], Where] = {}
+    for index in np.lexsort((first, -count)).tolist():  # of equal ones first what came first
+        place = place_of(inputs.timeline, int(shown[first[index]]), int(within[first[index]]))
+        # one line of the program is one place, whichever operators it calls
+        key = (place.file, place.line, place.function) if place.file else (place.around or place.operator,)
+        places.setdefault(key, place)
+        groups[key].append(rows[which == index])
+    return {places[key]: np.concatenate(parts) for key, parts in groups.items()}
+
+
+def places_of_rows(timeline: Timeline) -> tuple[tuple[Where, ...], Ints, Ints]:
+    """Of each row the user's line around it and what was called there, each frame looked at once."""
+    frames, spans = timeline.frames, timeline.spans
+    needed = np.zeros(len(frames) + 1, bool)
+    up = np.unique(spans.frame)
+    while len(up := up[up != NONE]):
+        needed[up] = True
+        up = np.unique(frames.parent[up])
+    rows = np.flatnonzero(needed[:-1])
+    operator = (frames.kind == FrameKind.OPERATOR) & (frames.role & Role.BACKWARD == 0)
+    # which frames are lines or functions of the user's own; one more place for no frame
+    mine = np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)) & (frames.owner == Owner.USER)
+    line = np.append(mine, False)
+    user, called = np.full(len(frames) + 1, NONE, np.int64), np.full(len(frames) + 1, NONE, np.int64)
+    parents, names = frames.parent.tolist(), frames.name.tolist()
+    for frame in rows.tolist():
+        parent = parents[frame]
+        user[frame] = frame if line[frame] else user[parent]
+        # the outermost operator of the innermost run of operators is what the program called
+        begins = operator[frame] and (parent == NONE or not operator[parent])
+        called[frame] = names[frame] if begins else called[parent]
+    user[rows] = _lines_of_forward(timeline, rows, user[rows], line)
+    number: dict[Where, int] = {}
+    of_frame = np.full(len(frames) + 1, NONE, np.int64)
+    for frame in np.unique(user[user != NONE]).tolist():
+        of_frame[frame] = number.setdefault(_place_of_frame(timeline, frame), len(number))
+    place, call = of_frame[user[spans.frame]], called[spans.frame]
+    place = _at_the_same_time(timeline, place, line, of_frame, number)
+    return tuple(number), place, call
+
+
+def _lines_of_forward(timeline: Timeline, rows: Ints, user: Ints, line: Mask) -> Ints:
+    """Of frames of the backward pass without a line: that of the forward operator which left it to be done."""
+    frames = timeline.frames
+    numbered = np.flatnonzero(frames.sequence >= 0)
+    mains = _main_lanes(timeline)
+    forward = numbered[np.isin(frames.lane[numbered], list(mains.values()))]
+    forward = forward[np.argsort(frames.sequence[forward], kind="stable")]
+    known = dict(zip(frames.sequence[forward].tolist(), forward.tolist(), strict=True))  # of several, the last one
+    found = user.copy()
+    for place in np.flatnonzero(user == NONE).tolist():
+        numbers = (int(frames.sequence[one]) for one in frames.around(int(rows[place])))
+        operator = next((known[number] for number in numbers if number in known), NONE)
+        found[place] = next((one for one in frames.around(operator) if line[one]), NONE)
+    return found
+
+
+def _main_lanes(timeline: Timeline) -> Mapping[int, int]:
+    """Of each rank, the lane on which its turns begin."""
+    marks = timeline.marks
+    lanes = timeline.spans.lane[marks].tolist()
+    return {timeline.lanes[lane].rank: lane for lane in reversed(lanes)}
+
+
+def _at_the_same_time(timeline: Timeline, place: Ints, line: Mask, of_frame: Ints, number: dict[Where, int]) -> Ints:
+    """Rows of other host threads that have no line: what the main thread stood at when they began."""
+    spans, frames, found = timeline.spans, timeline.frames, place.copy()
+    host = ~timeline.on_device & (place == NONE)
+    for rank, main in _main_lanes(timeline).items():
+        rows = np.flatnonzero(host & (timeline.rank_of_rows == rank) & (spans.lane != main))
+        mine = np.flatnonzero(line[:-1] & (frames.lane == main))
+        mine = mine[np.argsort(frames.start[mine], kind="stable")]
+        if not len(rows) or not len(mine):
+            continue
+        at = np.searchsorted(frames.start[mine], spans.start[rows], side="right") - 1
+        frame = np.where(at >= 0, mine[np.maximum(at, 0)], NONE)
+        for _ in range(64):  # from the innermost that began before, out to one that is still open
+            closed = (frame != NONE) & ((frames.end[frame] <= spans.start[rows]) | ~line[frame])
+            if not closed.any():
+                break
+            frame = np.where(closed, frames.parent[frame], frame)
+        for one in np.unique(frame[frame != NONE]).tolist():
+            of_frame[one] = number.setdefault(_place_of_frame(timeline, one), len(number))
+        found[rows] = of_frame[frame]
+    return found
+
+
+def _place_of_frame(timeline: Timeline, frame: int) -> Where:
+    file, at, function = source_line(timeline.names[timeline.frames.name[frame]]) or ("", 0, "")
+    return Where(file, at, function, exact=bool(timeline.frames.kind[frame] == FrameKind.LINE))

@@ -1,0 +1,203 @@
+"""Fixes of copies between the memory of the host and that of the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.fixes.definition import Advice, Candidate, Fix, PlacedCause, Remedy, SourceEdit
+from keepbusy.fixes.reading import copies_of
+from keepbusy.timeline.edit import Edit
+from keepbusy.timeline.figures import amount
+from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, Mask, next_kept
+
+
+class KeepParametersOnGpu(Fix):
+    """Shards that FSDP keeps on the host."""
+
+    name, label = "keep_parameters_on_gpu", "keep parameters on the GPU"
+    causes = ("blocking_copy", "copy_not_overlapped", "host_work")
+    is_one_change = True
+    advice = Advice(
+        "Parameters and gradients are copied between CPU and GPU in each step, and the optimizer runs on the CPU. Keep "
+        "them on the GPU if memory suffices.",
+        "fully_shard(module)  # without offload_policy=CPUOffloadPolicy()",
+        "torch.distributed.fsdp.fully_shard",
+    )
+
+    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+        inputs = place.inputs
+        applies = (
+            _steps_offloaded(place) if place.cause == "host_work" else inputs.within(Role.SHARDS)[place.rows].all()
+        )
+        return self.says(self.advice) if applies else None
+
+
+def _steps_offloaded(place: PlacedCause) -> bool:
+    """Whether it is an optimizer's work, of shards that FSDP copies between the host and the GPU."""
+    inputs, spans = place.inputs, place.inputs.timeline.spans
+    crosses = inputs.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
+    launches = inputs.launch[crosses & (spans.size > STAGED_BYTES) & (inputs.launch != NONE)]
+    steps = spans.work[place.rows][inputs.within(Role.OPTIMIZER)[place.rows]].sum()
+    return bool(2 * steps > spans.work[place.rows].sum() and inputs.within(Role.SHARDS)[launches].any())
+
+
+class KeepActivations(Fix):
+    """Activations that `torch.autograd.graph.save_on_cpu`, or hooks of the program's own, keep on the host."""
+
+    name, label = "keep_activations", "keep activations on the GPU"
+    causes = ("blocking_copy", "copy_not_overlapped")
+    is_one_change = True
+    in_pinned_memory = Advice(
+        "Activations are copied to the CPU and back, and kernels wait for the copies. Keep them on the GPU if they "
+        "fit, or recompute them in the backward pass.",
+        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # instead of save_on_cpu; or neither",
+        "torch.utils.checkpoint.checkpoint",
+    )
+    in_pageable_memory = Advice(
+        "Activations are copied to the CPU and back through pageable memory, and Python waits. Keep them on the GPU if "
+        "they fit, or recompute them in the backward pass. Otherwise, pin the memory.",
+        "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # or neither; at least "
+        "save_on_cpu(pin_memory=True)",
+        "torch.utils.checkpoint.checkpoint",
+    )
+
+    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+        spans, copies = place.inputs.timeline.spans, copies_of(place)
+        kept = copies & kept_on_host(place.inputs)
+        if 2 * spans.size[kept].sum() <= spans.size[copies].sum():
+            return None
+        return self.says(self.in_pinned_memory if spans.pinned[kept].all() else self.in_pageable_memory)
+
+    def candidate(self, place: PlacedCause, usual: Candidate) -> Candidate:
+        """What the backward pass needs does not leave the device."""
+        inputs = place.inputs
+        edit, copies = Edit.nothing(inputs.timeline), np.flatnonzero(kept_on_host(inputs))
+        edit.drop[copies] = edit.drop[inputs.launch[copies]] = True
+        syncs = np.isin(inputs.copy_of_sync, copies)
+        edit.drop_wait[syncs] = True
+        edit.work[syncs] = 0
+        spans = inputs.timeline.spans
+        leaves = spans.size[copies[spans.direction[copies] == Direction.DEVICE_TO_HOST]].sum()
+        size = amount(float(leaves) / (inputs.steps * len(inputs.timeline.ranks)))
+        reason = f"{size} per step leave the GPU and come back for the backward pass. It would need that much memory."
+        return replace(usual, edit=edit, reason=reason)
+
+
+def kept_on_host(inputs: CauseInputs) -> Mask:
+    """Which copies take to the host what the backward pass needs, or bring it back: as much comes back as has left."""
+    spans, launched = inputs.timeline.spans, np.append(inputs.within(Role.BACKWARD), False)[inputs.launch]
+    large = inputs.is_copy & (inputs.launch != NONE) & (spans.size > STAGED_BYTES)
+    back = large & launched & (spans.direction == Direction.HOST_TO_DEVICE)
+    home = large & ~launched & (spans.direction == Direction.DEVICE_TO_HOST)
+    return (home & np.isin(spans.size, spans.size[back])) | (back & np.isin(spans.size, spans.size[home]))
+
+
+class CopyBeside(Fix):
+    """Copies where there is no next batch to be fetched ahead."""
+
+    name, label = "copy_beside", "copy on a separate stream"
+    causes = ("copy_not_overlapped",)
+    advice = Advice(
+        "Copy it on a separate stream while something else is computed.",
+        "with torch.cuda.stream(copying): ...  # and current_stream().wait_stream(copying) before it is used",
+        "torch.cuda.stream",
+    )
+
+    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+        spans, copies = place.inputs.timeline.spans, copies_of(place)
+        all_leave = (spans.direction[copies] == Direction.DEVICE_TO_HOST).all()
+        return self.says(self.advice) if all_leave or place.inputs.timeline.facts.runs_once else None
+
+
+class KeepOnDevice(Fix):
+    """Data that may stay on the GPU."""
+
+    name, label = "keep_on_device", "keep the data on the GPU"
+    causes = ("blocking_copy", "host_work")
+    served_by = ("keep_on_device",)
+    of_tiny_copy = Advice(
+        "The copy is tiny, but Python waits for it. Create the data on the GPU, or once before the loop.",
+        'torch.randperm(n, device="cuda")  # or weights = torch.tensor([...], device="cuda") before the loop',
+        "torch.randperm",
+    )
+    of_selected_rows = Advice(
+        "Rows are selected on the CPU and then copied. If all of the data fits into GPU memory, keep it there and "
+        "select there.",
+        "data = data.cuda()  # once, before the loop; then data[chosen], with `chosen` made on the GPU, too",
+        "torch.Tensor.cuda",
+    )
+
+    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+        if place.cause == "host_work":
+            return self.says(self.of_selected_rows) if _selects_rows(place) else None
+        largest = place.inputs.timeline.spans.size[copies_of(place)].max(initial=0)
+        return self.says(self.of_tiny_copy) if largest <= STAGED_BYTES else None
+
+    def source_edit(self) -> SourceEdit:
+        from keepbusy.fixes.source.creation import made_on_device
+
+        return SourceEdit(
+            '`torch.zeros(n, device="cuda")` instead of `torch.zeros(n).to("cuda")`; no random tensors', made_on_device
+        )
+
+
+def _selects_rows(place: PlacedCause) -> bool:
+    """Whether rows are taken out of what stays on the host and go to the GPU next, or come from it and go there."""
+    inputs, spans = place.inputs, place.inputs.timeline.spans
+    command, large = np.append(inputs.command, NONE), inputs.is_copy & (spans.size > STAGED_BYTES)
+    after = command[next_kept(spans.lane, inputs.command != NONE)[place.rows]]
+    before = command[inputs.last_launch[place.rows]]
+    goes = np.append(large & (spans.direction == Direction.HOST_TO_DEVICE), False)[after]
+    comes = np.append(large & (spans.direction == Direction.DEVICE_TO_HOST), False)[before]
+    work = spans.work[place.rows]
+    return bool(2 * work[inputs.within(Role.PICKS)[place.rows] & (goes | comes)].sum() > work.sum())
+
+
+class PinMemory(Fix):
+    """A script that runs once, and copies from pageable memory."""
+
+    name, label = "pin_memory", "pin the memory"
+    causes = ("blocking_copy",)
+    served_by = ("pin_memory",)
+    advice = Advice(
+        "Create it in pinned memory, and copy it with non_blocking=True, so that Python does not wait.",
+        'x = torch.empty(shape, pin_memory=True)  # then x.to("cuda", non_blocking=True)',
+        "torch.Tensor.pin_memory",
+    )
+
+    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+        return self.says(self.advice) if place.inputs.timeline.facts.runs_once else None
+
+    def source_edit(self) -> SourceEdit:
+        from keepbusy.fixes.source.loaders import with_loader_arguments
+
+        return SourceEdit("`pin_memory=True` in `DataLoader(...)`", with_loader_arguments(pin_memory="True"))
+
+
+class PrefetchBatches(Fix):
+    """Batches that can be fetched ahead."""
+
+    name, label = "prefetch", "prefetch batches to the GPU"
+    is_one_change = True
+    served_by = ("prefetch", "make_on_device")
+    usual = {  # noqa: RUF012
+        "blocking_copy": Advice(
+            "Prefetch batches through pinned memory, so that the copy overlaps with computing.",
+            "for batch in keepbusy.prefetch(loader):  # DataLoader(..., pin_memory=True)",
+            "keepbusy.prefetch",
+        ),
+        "copy_not_overlapped": Advice(
+            "Prefetch batches on a separate stream, so that the copy overlaps with computing.",
+            "for batch in keepbusy.prefetch(loader):  # already on the GPU",
+            "keepbusy.prefetch",
+        ),
+    }
+
+    def source_edit(self) -> SourceEdit:
+        from keepbusy.fixes.source.loaders import write_prefetch
+
+        return SourceEdit("`keepbusy.prefetch(...)` around the loop's loader, and `pin_memory=True`", write_prefetch)

@@ -1,0 +1,342 @@
+"""Loops that, within one step, do the same to one small thing after another, a launch for each.
+
+Where no round needs what another one computed, one call does all of them. Of an optimizer's parameters, of tables and
+of what only travels that is certain; of others only who wrote them knows. Layers of a network, which do need each
+other, multiply matrices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from keepbusy.causes.cause import Finding, FindingBuilder, places_of
+from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.causes.copies import USUAL_BANDWIDTH
+from keepbusy.fixes.among_ranks import SendTogether, ShardBlocks
+from keepbusy.fixes.capture import frames_around, outwards
+from keepbusy.fixes.cpu_work import writes_checkpoint
+from keepbusy.fixes.definition import Candidate, Remedy
+from keepbusy.fixes.launching import DoAtOnce, FuseOptimizer, OneTable
+from keepbusy.timeline.frame_roles import Role
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask
+
+MERGED_WORK = 0.5
+"""Of what the GPU does in rounds that become one, the middle of what could stay: nobody knows how full each of them
+keeps it. The range goes from none of it to all."""
+FEWEST_ROUNDS = 8
+"""Of less nobody makes one call."""
+
+
+def rounds_at_once(inputs: CauseInputs) -> Iterator[Candidate]:
+    """What a loop does to one small thing after another, as one call. All tables are one change. A checkpoint is
+    written tensor by tensor, whoever writes it."""
+    rounds = list(rounds_of(inputs))
+    expected, *bounds = (as_one(inputs, rounds, stays) for stays in (MERGED_WORK, 0.0, 1.0))
+    of_places = places_of(inputs, expected).items()
+    places = {place: rows for place, rows in of_places if not writes_checkpoint(inputs, rows)}
+    there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
+    asked = {place: _remedy_of(inputs, there[place]) for place in places}
+    of_tables = [place for place in places if asked[place].fix.name == "one_table"]
+    for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
+        rows = np.concatenate([places[place] for place in mine])
+        edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
+        said, remedy = _launches_in(inputs, [one for place in mine for one in there[place]]), asked[mine[0]]
+        if remedy.fix.name == "do_at_once":
+            # parameters and tables do not need each other; of others only their author knows, so nothing is expected
+            # beyond what launching them takes
+            edit = limits[1]
+            said += " Where a round needs what the one before it computed, torch.compile is what is left."
+        cause = "exposed_collective" if remedy.fix.name == "send_together" else "launch_bound"
+        yield Candidate(remedy, tuple(mine), (cause,), edit, bounds=limits, reason=said)
+
+
+_SHARDS_OF = re.compile(r"FSDP::.*?(?:\(| for )((?:.+\.)?\d+)\.([^)]+)\)?$")
+"""What FSDP does for one of its groups of parameters: the block, of those that a model has several of, and the part."""
+
+
+def shards_of_blocks(inputs: CauseInputs) -> Iterator[Candidate]:
+    """FSDP over each layer of a block, as one group for the whole block: what is done for the first of its layers is
+    done once for all of them, and what travels, travels together."""
+    groups = list(_layers_of_blocks(inputs))
+    if not groups:
+        return
+    expected, *bounds = (as_one(inputs, groups, stays) for stays in (MERGED_WORK, 0.0, 1.0))
+    places = places_of(inputs, expected)
+    per_step = inputs.steps * len(inputs.timeline.ranks)
+    reason = f"{sum(one.times for one in groups) / per_step:,.0f} groups of parameters are gathered for "
+    reason += f"{len(groups) / per_step:,.0f} blocks."
+    limits = tuple(one.edit for one in bounds)
+    yield Candidate(
+        ShardBlocks().says(ShardBlocks.advice),
+        tuple(places),
+        ("launch_bound",),
+        expected.edit,
+        bounds=limits,
+        reason=reason,
+    )
+
+
+def _layers_of_blocks(inputs: CauseInputs) -> Iterator[CallRounds]:
+    """Of each block in each step, whose layers are groups of their own: the host's rows for each."""
+    timeline = inputs.timeline
+    parts = [_SHARDS_OF.match(name) for name in timeline.names]
+    number = {part: place for place, part in enumerate(dict.fromkeys(one.groups() for one in parts if one))}
+    if not number:
+        return
+    of_name = np.array([NONE if one is None else number[one.groups()] for one in parts], np.int64)
+    part_of_frame = of_name[timeline.frames.name].tolist()
+    for frame, parent in enumerate(timeline.frames.parent.tolist()):  # parents stand before what they hold
+        if part_of_frame[frame] == NONE != parent:
+            part_of_frame[frame] = part_of_frame[parent]
+    of_row = np.array([*part_of_frame, NONE], np.int64)[timeline.spans.frame]
+    part = np.where(timeline.on_device, NONE, of_row)
+    blocks = list(dict.fromkeys(block for block, _ in number))
+    block_of_part = np.array([blocks.index(block) for block, _ in number], np.int64)
+    for rank in timeline.ranks:
+        rows = np.flatnonzero((part != NONE) & (timeline.rank_of_rows == rank))
+        step = np.searchsorted(timeline.marks_of(rank), rows, side="right")
+        step_and_block = step * len(blocks) + block_of_part[part[rows]]
+        for key in np.unique(step_and_block).tolist():
+            rows_of_block = rows[step_and_block == key]
+            layers, earliest = np.unique(part[rows_of_block], return_index=True)
+            is_first = part[rows_of_block] == layers[np.argmin(earliest)]
+            first, others = rows_of_block[is_first], rows_of_block[~is_first]
+            if len(layers) > 1 and (inputs.command[first] != NONE).any():
+                yield CallRounds(len(layers), first, others, np.zeros(0, np.int64))
+
+
+def _remedy_of(inputs: CauseInputs, rounds: Sequence[CallRounds]) -> Remedy:
+    if any(inputs.within(Role.TABLE)[one.first].any() for one in rounds):
+        return OneTable().says(OneTable.advice)
+    if all(one.sends(inputs) for one in rounds):
+        return SendTogether().says(SendTogether.advice)
+    updates = all((inputs.library_role[one.first] & Role.UPDATES != 0).any() for one in rounds)
+    return FuseOptimizer().says(FuseOptimizer.of_rounds) if updates else DoAtOnce().says(DoAtOnce.advice)
+
+
+def _launches_in(inputs: CauseInputs, rounds: Sequence[CallRounds]) -> str:
+    launches = sum((inputs.command[[*one.first, *one.others]] != NONE).sum() for one in rounds)
+    of_all, of_a_rank = (inputs.command != NONE).sum(), inputs.steps * len(inputs.timeline.ranks)
+    return (
+        f"{launches / of_a_rank:,.0f} of the {of_all / of_a_rank:,.0f} launches per iteration are there, in "
+        f"{max(one.times for one in rounds)} equal rounds."
+    )
+
+
+class CallRounds(NamedTuple):
+    """What one call does over and over, along a few paths, each as often as there are rounds, or so many times."""
+
+    times: int
+    first: Ints  # the host's rows of the first round
+    others: Ints
+    between: Ints  # rows of the call itself
+
+    def sends(self, inputs: CauseInputs) -> bool:
+        """Whether nothing is done in it but to let values travel, and to scale or move them."""
+        launches = self.first[inputs.command[self.first] != NONE]
+        travels = inputs.timeline.spans.kind[inputs.command[launches]] == Kind.COLLECTIVE
+        beside = inputs.within(Role.SCALES | Role.MOVES)[launches]
+        return bool(travels.any() and (travels | beside).all())
+
+
+def as_one(inputs: CauseInputs, rounds: Sequence[CallRounds], stays: float) -> Finding:
+    """All rounds in one call: of what the GPU does in all but the first, this share stays.
+
+    What travels together takes the time of its bytes, and what a collective takes besides only once; at worst, where
+    all else stays, no less than it took.
+    """
+    builder, spans = FindingBuilder("launch_bound", inputs.timeline), inputs.timeline.spans
+    travels = spans.kind == Kind.COLLECTIVE
+    rate = _fastest_link(inputs)
+    for one in rounds:
+        leaves = np.union1d(one.others, one.between)
+        commands, leaving = _commands(inputs, one.first), _commands(inputs, leaves)
+        builder.edit.drop[leaves] = builder.edit.drop[leaving] = True
+        computes, more = commands[~travels[commands]], leaving[~travels[leaving]]
+        builder.edit.scale[computes] = 1.0 + stays * spans.work[more].sum() / max(1, spans.work[computes].sum())
+        sent = commands[travels[commands]]
+        if len(sent):
+            all_sent = np.concatenate([sent, leaving[travels[leaving]]])
+            took = np.maximum(spans.work[all_sent], 0)
+            together = len(sent) * took.min() + spans.size[all_sent].sum() / rate
+            together = took.sum() if stays == 1.0 else min(together, took.sum())
+            builder.edit.scale[sent] = together / max(1, took[: len(sent)].sum())
+        launch = one.first[inputs.command[one.first] != NONE][0]
+        builder.culprit[np.concatenate([leaves, leaving, commands])] = int(launch)
+    return builder.finding()
+
+
+def _fastest_link(inputs: CauseInputs) -> float:
+    """Bytes a nanosecond, as any collective has shown them to travel; small ones show little but their own price."""
+    spans = inputs.timeline.spans
+    rows = np.flatnonzero((spans.kind == Kind.COLLECTIVE) & (spans.work > 0))
+    return max(USUAL_BANDWIDTH, float((spans.size[rows] / spans.work[rows]).max(initial=0.0)))
+
+
+def _commands(inputs: CauseInputs, rows: Ints) -> Ints:
+    launched = np.append(np.zeros(len(inputs.timeline), bool), False)
+    launched[rows] = True
+    return np.flatnonzero(launched[inputs.launch])
+
+
+def rounds_of(inputs: CauseInputs) -> list[CallRounds]:
+    """The outermost ones of each call."""
+    found = list(_frames_of_rounds(inputs))
+    first, others = _rows_in(inputs, [one.first for one in found]), _rows_in(inputs, [one.others for one in found])
+    outer = list(dict.fromkeys(one.call for one in found))  # a call may go on for several turns
+    around = dict(zip(outer, _rows_in(inputs, [np.array([call]) for call in outer]), strict=True))
+    launches = inputs.command != NONE
+    rounds = []
+    for one, begins, goes_on in zip(found, first, others, strict=True):
+        inside = around[one.call]
+        inside = inside[(inside > begins[-1]) & (inside < goes_on[-1])]
+        rounds.append(CallRounds(one.times, begins, goes_on, inside[~launches[inside]]))
+    return _with_backward(inputs, rounds)
+
+
+_BACKWARD_OF = re.compile(r"(\w+?)Backward\d*$")
+"""The backward pass of an operator, as PyTorch calls it: of `aten::index`, IndexBackward0."""
+
+
+def _with_backward(inputs: CauseInputs, rounds: Sequence[CallRounds]) -> list[CallRounds]:
+    """Each with its backward pass: in the same step, one of its operators has as many backward calls as there are
+    rounds. The backward pass goes through the rounds one after the other, so all rows from the first to the last of
+    these calls belong to it."""
+    timeline, frames, spans = inputs.timeline, inputs.timeline.frames, inputs.timeline.spans
+    forward_names = [name.removeprefix("aten::").replace("_", "") for name in timeline.names]
+    matches = [_BACKWARD_OF.fullmatch(name) for name in timeline.names]
+    backward_names = ["" if match is None else match[1].lower() for match in matches]
+    backward_calls = np.flatnonzero(np.array([*map(bool, backward_names)], bool)[frames.name])
+    extended = list[CallRounds]()
+    for call in rounds:
+        last_row, rank = int(np.append(call.first, call.others).max()), int(timeline.rank_of_rows[call.first[0]])
+        marks = timeline.marks_of(rank)
+        next_mark = np.searchsorted(marks, last_row, side="right")
+        step_end = spans.start[marks[next_mark]] if next_mark < len(marks) else spans.end.max()
+        innermost = np.unique(spans.frame[call.first])
+        operators = {
+            forward_names[frames.name[frame]]
+            for start in innermost[innermost != NONE].tolist()
+            for frame in frames.around(start)
+        }
+        later = (frames.start[backward_calls] >= spans.end[last_row]) & (frames.end[backward_calls] <= step_end)
+        later &= timeline.rank_of_lanes[frames.lane[backward_calls]] == rank
+        in_step = backward_calls[later]
+        by_name = (in_step[frames.name[in_step] == name] for name in np.unique(frames.name[in_step]).tolist())
+        as_often = (calls for calls in by_name if len(calls) == call.times)
+        calls = next((one for one in as_often if backward_names[frames.name[one[0]]] in operators), None)
+        if calls is None:
+            extended.append(call)
+            continue
+        starts, end = np.sort(frames.start[calls]), frames.end[calls].max()
+        rows = np.flatnonzero((spans.lane == frames.lane[calls[0]]) & ~timeline.on_device)
+        rows = rows[(spans.start[rows] >= starts[0]) & (spans.end[rows] <= end)]
+        is_first = spans.start[rows] < starts[1]
+        first, others = np.append(call.first, rows[is_first]), np.append(call.others, rows[~is_first])
+        extended.append(CallRounds(call.times, first, others, call.between))
+    return extended
+
+
+def _rows_in(inputs: CauseInputs, of_frames: Sequence[Ints]) -> list[Ints]:
+    """Of each of these groups of frames, none of which stands in another, the rows of the host, at any depth."""
+    which = np.full(len(inputs.timeline.frames) + 1, NONE, np.int64)
+    for index, frames in enumerate(of_frames):
+        which[frames] = index
+    of_row = which[inputs.outermost(which[:-1] != NONE)]
+    return _grouped(of_row, len(of_frames))
+
+
+def _grouped(which: Ints, count: int) -> list[Ints]:
+    """Where each of these numbers stands; NONE is left out."""
+    order = np.argsort(which, kind="stable")
+    return np.split(order, np.searchsorted(which[order], np.arange(count + 1)))[1:-1]
+
+
+class _Frames(NamedTuple):
+    call: int
+    times: int
+    first: Ints
+    others: Ints
+
+
+def _frames_of_rounds(inputs: CauseInputs) -> Iterator[_Frames]:
+    frames, launching = inputs.timeline.frames, _launching(inputs)
+    written = np.append(np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)), False)  # no operator's own loop
+    known = np.flatnonzero((launching > 0) & written[frames.parent] & ~_dependent(inputs))
+    taken = np.zeros(len(frames), bool)
+    for mine in _together(inputs, known):
+        call = int(frames.parent[mine[0]])
+        if len(mine) >= FEWEST_ROUNDS and not any(taken[one] for one in frames.around(call)):
+            found = _of_call(inputs, call, mine, launching)
+            if found is not None:
+                taken[mine] = True
+                yield found
+
+
+def _together(inputs: CauseInputs, known: Ints) -> list[Ints]:
+    """These frames by the call and the turn that they stand in, the call first that began first. Operators and lines,
+    and calls in which ranks meet, are parted by what is multiplied between two of them: as in the layers of a network,
+    laid out over ranks or called by one line, the second needs what came of the first."""
+    frames, timeline = inputs.timeline.frames, inputs.timeline
+    rank = timeline.rank_of_lanes[frames.lane]
+    products, starts = np.flatnonzero(inputs.frames_with(Role.LAYER)), timeline.spans.start
+    turn, before = np.zeros(len(frames), np.int64), np.zeros(len(frames), np.int64)
+    for one in timeline.ranks:
+        turn[rank == one] = np.searchsorted(np.sort(starts[timeline.marks_of(one)]), frames.start[rank == one], "right")
+    for one in np.unique(frames.lane[products]).tolist():
+        begun = np.sort(frames.start[products[frames.lane[products] == one]])
+        before[frames.lane == one] = np.searchsorted(begun, frames.start[frames.lane == one])
+    meets = np.zeros(len(frames) + 1, bool)
+    meets[frames.parent[known[_in_which_ranks_meet(inputs)[known]]]] = True
+    call = frames.parent[known]
+    is_parted = meets[call] | np.isin(frames.kind[known], (FrameKind.OPERATOR, FrameKind.LINE))
+    where = np.stack([frames.start[call], call, turn[known], np.where(is_parted, before[known], 0)])
+    places, which = np.unique(where, axis=1, return_inverse=True)
+    return [known[mine] for mine in _grouped(which.ravel(), places.shape[1])]
+
+
+def _of_call(inputs: CauseInputs, call: int, mine: Ints, launching: Ints) -> _Frames | None:
+    """The number of rounds is the one that explains most of what is launched there."""
+    _, which, entered = np.unique(inputs.path[mine], return_inverse=True, return_counts=True)
+    often = [count for count in sorted(set(entered.tolist())) if count >= FEWEST_ROUNDS]
+    if not often:
+        return None
+    weight = np.bincount(which, launching[mine])
+    times = max(often, key=lambda one: (weight[entered % one == 0].sum(), one))
+    order = np.concatenate([np.arange(count) for count in entered])[np.argsort(np.argsort(which, kind="stable"))]
+    whole = entered[which] % times == 0
+    begins = whole & (order < entered[which] // times)
+    return _Frames(call, times, mine[begins], mine[whole & ~begins])
+
+
+def _launching(inputs: CauseInputs) -> Ints:
+    """Of each frame, how many commands are launched within it, at any depth."""
+    frames = inputs.timeline.frames
+    count = np.zeros(len(frames) + 1, np.int64)
+    for frame in outwards(frames, inputs.timeline.spans.frame[inputs.command != NONE]):
+        np.add.at(count, frame, 1)
+    return count[:-1]
+
+
+def _dependent(inputs: CauseInputs) -> Mask:
+    """Frames in backward passes, and those within which matrices are multiplied, or what comes is needed at once:
+    messages, and parameters that FSDP gathers."""
+    frames, launch = inputs.timeline.frames, inputs.launch
+    inner = [np.flatnonzero(inputs.frames_with(Role.LAYER))]
+    if inputs.among_ranks:
+        needed = inputs.is_message | np.append(inputs.within(Role.SHARDS), False)[launch]
+        needed &= (inputs.timeline.spans.kind == Kind.COLLECTIVE) & (launch != NONE)
+        inner.append(inputs.timeline.spans.frame[launch[needed]])
+    backward = np.append(inputs.frames_with(Role.BACKWARD), False)
+    for mine in inputs.frames_by_depth:
+        backward[mine] |= backward[frames.parent[mine]]
+    return frames_around(frames, np.concatenate(inner)) | backward[:-1]
+
+
+def _in_which_ranks_meet(inputs: CauseInputs) -> Mask:
+    launch = inputs.launch[inputs.timeline.spans.kind == Kind.COLLECTIVE]
+    return frames_around(inputs.timeline.frames, inputs.timeline.spans.frame[launch[launch != NONE]])

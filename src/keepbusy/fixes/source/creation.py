@@ -1,0 +1,58 @@
+"""Tensors that are created on the device."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from keepbusy.fixes.source.at_lines import AtLines, dotted, keyword_of, text_of, visiting, with_keyword
+
+_SAME_ANYWHERE = {f"torch.{name}" for name in ("zeros", "ones", "full", "arange", "eye", "empty")}
+"""What torch makes the same on every device."""
+_SAME_SHAPED = {
+    *("unsqueeze", "squeeze", "repeat", "expand", "view", "reshape", "flatten", "t", "transpose", "permute"),
+    *("contiguous", "long", "int", "float", "bool", "half", "double", "bfloat16", "tril", "triu"),
+}
+"""Methods and functions that move values, or change their types, alike on every device."""
+
+
+class _MadeThere(AtLines):
+    """`torch.zeros(n).to("cuda")` becomes `torch.zeros(n, device="cuda")`."""
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
+        func = updated_node.func
+        if self.line(original_node) not in self.lines or not isinstance(func, cst.Attribute):
+            return updated_node
+        device = _device_of(func.attr.value, updated_node)
+        made = None if device is None else _made_on(func.value, device)
+        return updated_node if made is None else made
+
+
+def _made_on(value: cst.BaseExpression, device: str) -> cst.BaseExpression | None:
+    """`torch.arange(n).unsqueeze(0)`, made on the device."""
+    if not isinstance(value, cst.Call):
+        return None
+    name = dotted(value.func)
+    if name in _SAME_ANYWHERE:
+        chosen = any(keyword_of(value, one) is not None for one in ("device", "pin_memory", "out"))
+        return None if chosen else with_keyword(value, "device", device)
+    if name.rpartition(".")[0] == "torch" and name[6:] in _SAME_SHAPED and value.args:
+        inner = _made_on(value.args[0].value, device)
+        first = value.args[0].with_changes(value=inner)
+        return None if inner is None else value.with_changes(args=[first, *value.args[1:]])
+    if isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME_SHAPED:
+        inner = _made_on(value.func.value, device)
+        return None if inner is None else value.with_changes(func=value.func.with_changes(value=inner))
+    return None
+
+
+def _device_of(method: str, call: cst.Call) -> str | None:
+    """Where `.to(device)` or `.cuda()` takes it, if that is all that it does."""
+    if method == "cuda" and not call.args:
+        return '"cuda"'
+    if method != "to" or len(call.args) != 1 or call.args[0].keyword is not None:
+        return None
+    given = text_of(call.args[0].value)
+    return given if "dtype" not in given and not given.startswith("torch.float") else None
+
+
+made_on_device = visiting(_MadeThere)

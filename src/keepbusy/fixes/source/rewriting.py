@@ -1,0 +1,109 @@
+"""The fixes of a plan, written into a source: a change of the lines that they name, and of nothing else.
+
+An edit gives the new source, or None where what stands at these lines is not what it knows how to change. Formatting
+and comments stay as they are, and what has been changed once is not changed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from difflib import SequenceMatcher
+from functools import lru_cache
+from io import StringIO
+
+import libcst as cst
+from libcst import matchers as m
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor
+from libcst.metadata import MetadataWrapper
+
+from keepbusy.fixes import BY_NAME
+from keepbusy.fixes.definition import CapturedLines, SourceEdit
+from keepbusy.fixes.loading import DRAW_ONCE
+from keepbusy.fixes.source.captured_lines import with_captured
+from keepbusy.fixes.source.loaders import with_loader_arguments
+from keepbusy.fixes.source.split_reads import with_split_reads
+
+_BOM = "\ufeff"
+"""With which files of some editors begin; LibCST drops it."""
+_EACH_EPOCH = " without persistent_workers"
+
+
+def edited(
+    source: str, fix: str, lines: Sequence[int], captured: CapturedLines | None = None, loops: Collection[int] = ()
+) -> str | None:
+    """The source with this fix at these lines. `captured`: those of a graph; `loops`: see `with_captured`."""
+    edit = edit_of(fix)
+    if edit is None:
+        return None
+    try:
+        wrapper = _parsed(source)
+        module = _captured(wrapper, captured, loops) if captured else edit.write(wrapper, frozenset(lines))
+    except (cst.ParserSyntaxError, RecursionError):
+        return None
+    if module is None or module.code == source.removeprefix(_BOM):
+        return None
+    if m.findall(module, m.Attribute(value=m.Name("keepbusy"))):
+        context = CodemodContext()
+        AddImportsVisitor.add_needed_import(context, "keepbusy")
+        module = AddImportsVisitor(context).transform_module(module)
+    return f"{source[: source.startswith(_BOM)]}{module.code}"
+
+
+@lru_cache(maxsize=4)
+def _parsed(source: str) -> MetadataWrapper:
+    """The same for each fix that is tried on a source: to find where its nodes stand takes most of the time."""
+    return MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
+
+
+def _captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int]) -> cst.Module | None:
+    """With reads split from what they read where graphs hold more then."""
+    plain, split = with_captured(wrapper, lines, loops), with_split_reads(wrapper, lines, loops)
+    if split is None:
+        return plain and plain.module
+    parted = with_captured(_parsed(split.module.code), split.lines, split.loops)
+    is_more = parted is not None and (plain is None or parted.launches > plain.launches)
+    best = parted if is_more else plain
+    return best and best.module
+
+
+def lines_of(source: str) -> list[str]:
+    """As Python numbers them, each with its end: `splitlines` would end one at a form feed, too."""
+    return StringIO(source).readlines()
+
+
+def moved_lines(source: str, changed: str) -> dict[int, int]:
+    """Where each line stands once other fixes have moved it; those that were changed themselves are no longer there."""
+    same = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_matching_blocks()
+    return {one.a + at: one.b + at for one in same for at in range(1, one.size + 1)}
+
+
+def changed_lines(source: str, changed: str) -> list[int]:
+    """The lines of the source that another one changes; where it only puts lines in, those that they stand before."""
+    steps = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_opcodes()
+    put_in = [begin + 1 for what, begin, *_ in steps if what == "insert"]
+    return [at + 1 for what, *span, _, _ in steps if what in ("replace", "delete") for at in range(*span)] or put_in
+
+
+def edit_of(fix: str) -> SourceEdit | None:
+    """How a fix of the plan is written, if it can be; `num_workers=8` says itself how many."""
+    name, _, count = fix.removesuffix(_EACH_EPOCH).partition("=")
+    if name != "num_workers" and not fix.endswith(_EACH_EPOCH):
+        return BY_NAME[fix].source_edit() if fix in BY_NAME else None
+    arguments = {"num_workers": count} if count.isdecimal() else {"num_workers": "4", "pin_memory": "True"}
+    if fix.endswith(_EACH_EPOCH):
+        return SourceEdit(fix, with_loader_arguments(**arguments))
+    return SourceEdit(fix, with_loader_arguments(**arguments, persistent_workers="True"), why=DRAW_ONCE)
+
+
+def where_results_differ(way: str) -> str:
+    """The name of the edit to try where the results of this one differ; "" for none."""
+    loads = way.partition("=")[0] in ("num_workers", "prepare_in_workers") and not way.endswith(_EACH_EPOCH)
+    return f"{way}{_EACH_EPOCH}" if loads else ""
+
+
+def ways_of(fix: str) -> tuple[str, ...]:
+    """The names of edits that serve a fix of the plan; of `num_workers=8`, that name."""
+    if fix.startswith("num_workers="):
+        return (fix,)
+    return BY_NAME[fix].served_by if fix in BY_NAME and BY_NAME[fix].served_by else (fix,)
