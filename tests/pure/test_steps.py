@@ -236,7 +236,18 @@ def test_two_optimizers_that_take_turns_make_one_step() -> None:
     ],
 )
 def test_the_period_of_counts(counts: list[int], length: int) -> None:
-    assert period(np.array(counts)) == length
+    assert period(np.array(counts), np.zeros(len(counts))) == length
+
+
+def test_two_optimizers_make_one_step_of_a_loop_without_a_pattern() -> None:
+    """Sentences of any length, then the steps of an encoder and a decoder: no two iterations launch the same."""
+    run = Run.of()
+    for count in (30, 12, 25, 41, 18, 33):
+        for line, launched in ((8, 2), (9, count)):
+            with run.inside("train.py(20): main", f"train.py({line}): train"):
+                kernels(run.step(), launched)
+    whole = whole_steps(run.timeline())
+    assert (steps_of(whole), launches(whole)) == (5, 30 + 12 + 25 + 41 + 18 + 5 * 2)
 
 
 def test_a_plain_step_may_hold_several_marks() -> None:

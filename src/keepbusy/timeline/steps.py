@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from keepbusy.timeline.files import BadInput
-from keepbusy.timeline.frame_roles import STEP_MARKS, Role, source_line
+from keepbusy.timeline.frame_roles import STEP_MARKS, Owner, Role, source_line
 from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, LinkKind, Links, Mask, MemoryUse, Timeline
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import LOOP, place_of_loop
@@ -49,7 +49,7 @@ def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     def cut_into(stretches: int) -> Timeline:
         return _cut(timeline, count, np.arange(first + (last - first) % stretches, last + 1, stretches))
 
-    length = 1 if timeline.facts.loop else period(counts[first:last])
+    length = 1 if timeline.facts.loop else period(counts[first:last], _places(timeline, first_marks[first:last]))
     whole = cut_into(length)
     if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # its steps are the plain step's own
         return whole
@@ -241,13 +241,22 @@ def commands_between(timeline: Timeline, marks: Ints) -> Ints:
     return np.diff(before[marks])
 
 
-def period(counts: Ints) -> int:
-    """How many stretches make one step: a loop with two optimizers marks each step twice, in turns that differ."""
-    for length in range(2, (len(counts) - 1) // 2 + 1):
-        turns = counts[:length]
-        if (counts[:-length] == counts[length:]).all() and max(turns) > (1 + OTHER_PART) * min(turns):
-            return length
+def period(counts: Ints, places: Ints) -> int:
+    """How many stretches make one step: a loop with two optimizers marks each step twice, in turns that differ in what
+    they launch. Where no step launches what another does, in the lines that mark them."""
+    for seen, apart in ((counts, OTHER_PART), (places, 0)):
+        for length in range(2, (len(seen) - 1) // 2 + 1):
+            turns = seen[:length]
+            if (seen[:-length] == seen[length:]).all() and max(turns) > (1 + apart) * min(turns):
+                return length
     return 1
+
+
+def _places(timeline: Timeline, marks: Ints) -> Ints:
+    """A number for the program's own lines around each mark."""
+    own = np.where(timeline.frames.owner == Owner.USER, timeline.frames.name, NONE)
+    chains = [own[[*timeline.frames.around(frame)]] for frame in timeline.spans.frame[marks].tolist()]
+    return np.unique([str(chain[chain != NONE].tolist()) for chain in chains], return_inverse=True)[1]
 
 
 SAMPLED_ROWS = 36_000
