@@ -56,6 +56,17 @@ def test_a_failure_says_the_version_and_is_tried_again_after_a_day(trials: Trial
     assert trials.count == 2
 
 
+def test_a_busy_machine_is_no_failure_to_remember(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Verdict(False, ["layout"], selftest.LATE)
+    monkeypatch.setattr(selftest, "try_out", lambda: late)
+    with pytest.raises(BadInput, match=r"not done after 120 s: it hangs, or the machine is busy"):
+        trials.check()
+    monkeypatch.setattr(selftest, "try_out", trials)
+    trials.good = True
+    trials.check()
+    assert trials.count == 1
+
+
 @pytest.mark.parametrize("change", ["environment", "build", "clock"])
 def test_a_failure_is_tried_again_when_something_has_changed(
     trials: Trials, change: str, monkeypatch: pytest.MonkeyPatch

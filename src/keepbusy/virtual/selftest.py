@@ -29,6 +29,7 @@ from keepbusy.timeline.files import BadInput, write_whole
 _WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
 PATIENCE = 120
 """Seconds. A good child takes five; one that hangs is as bad as one that crashes."""
+LATE = f"not done after {PATIENCE} s: it hangs, or the machine is busy"
 DAY = 86_400
 """Seconds for which a failure is believed."""
 _LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so", "libc10_cuda.so", "libtorch_cuda.so")
@@ -54,7 +55,8 @@ def check(now: Callable[[], float] = time) -> None:
     verdict = _cached(place, now())
     if verdict is None:
         verdict = try_out()._replace(when=now(), environment=_environment())
-        _remember(place, verdict)
+        if verdict.why != LATE:  # a busy machine says nothing of PyTorch
+            _remember(place, verdict)
     if not verdict.good:
         after = verdict.stages[-1] if verdict.stages else "the start"
         raise BadInput(
@@ -74,9 +76,7 @@ def _torch() -> Path:
 
 def version(root: Path) -> str:
     """As PyTorch's version.py has it, without importing it."""
-    found = re.search(
-        r"""^__version__\s*=\s*['"]([^'"]+)['"]""", (root / "version.py").read_text("utf-8"), re.MULTILINE
-    )
+    found = re.search(r"""^__version__\s*=\s*['"]([^'"]+)['"]""", (root / "version.py").read_text("utf-8"), re.M)
     return found[1] if found else "of an unknown version"
 
 
@@ -131,7 +131,7 @@ def try_out() -> Verdict:
     except subprocess.TimeoutExpired:
         child.kill()
         child.communicate()
-        errors = f"it hung for {PATIENCE} s"
+        errors = LATE
     with os.fdopen(reading) as pipe:
         stages = pipe.read().split()
     if child.returncode == 0 and stages[-1:] == ["done"]:
