@@ -554,14 +554,26 @@ def add_amount(parser: argparse.ArgumentParser) -> None:
 def fixing(verb: str, diagnosis: Diagnosis) -> str:
     """The command that makes fixes of the plan: `run --fix` as the program runs, `fix` in its source. Empty where the
     run cannot be repeated, and where it makes none of these fixes."""
-    from keepbusy.fixes import is_made_in_memory, is_written
-
-    makes, command = is_written if verb == "fix" else is_made_in_memory, diagnosis.command
+    command = diagnosis.command
     if not command and len(diagnosis.sources) == 1 and diagnosis.sources[0].endswith(".py"):
         several = ("--ranks", str(len(diagnosis.given))) if len(diagnosis.given) > 1 else ()
         command = (*several, *diagnosis.sources)  # recorded by the program itself, or by an older version
-    can = command and any(makes(planned.fix) for planned in diagnosis.plan)
-    return f"keepbusy {verb} {shlex.join(command)}" if can else ""
+    return f"keepbusy {verb} {shlex.join(command)}" if command and _is_changed_by(verb, diagnosis) else ""
+
+
+def _is_changed_by(verb: str, diagnosis: Diagnosis) -> bool:
+    """Whether a fix of the plan changes the sources that are here; without LibCST, whether it may."""
+    from keepbusy.fixes import is_made_in_memory, is_written
+
+    makes = is_written if verb == "fix" else is_made_in_memory
+    plan = [planned for planned in diagnosis.plan if makes(planned.fix)]
+    if find_spec("libcst") is None or not plan:
+        return bool(plan)
+    from keepbusy.fix.source.from_plan import changes
+
+    loops = diagnosis.loop, *(planned.loop for planned in plan if planned.loop)
+    with where_it_ran(diagnosis):
+        return any(changes(planned, loops, in_memory=verb == "run --fix") for planned in plan)
 
 
 def where_it_ran(diagnosis: Diagnosis | KeptPlan) -> AbstractContextManager[None]:

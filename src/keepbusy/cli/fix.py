@@ -165,7 +165,9 @@ class FixSearch:
 
     def end(self, why: str) -> None:
         """What was not tried, and why; and what is left for a person to do."""
+        from keepbusy.causes.places import Where
         from keepbusy.fixes.source.rewriting import edit_of
+        from keepbusy.report.source import fix_line
 
         rest = self._to_come()
         if rest:
@@ -175,7 +177,8 @@ class FixSearch:
             if planned in self._told or any(one[:2] == (planned, planned.fix) for one in rest):
                 continue
             why = ", since keepbusy cannot change these lines itself" if edit_of(planned.fix) else ""
-            print_parts([_told(planned.fix, planned.where, f"by hand{why}: {planned.code or planned.advice}")])
+            line = fix_line(planned.fix, (planned.where or (Where(),))[0], planned.code or planned.advice)
+            print_parts([_told(planned.fix, planned.where, f"by hand{why}: {line}")])
 
     def _to_come(self) -> list[Attempt]:
         """Each change once."""

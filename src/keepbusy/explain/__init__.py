@@ -130,12 +130,12 @@ def _explained(
     loop = _loop_named(timeline.facts.run, timeline.facts.loop)
     window = sample(whole, apart=bool(loop))
     say("replaying the plain run", 0.2)
-    story = StepAnalysis.of(window, plain_step, workers)
+    analysis = StepAnalysis.of(window, plain_step, workers)
     say("fixing each cause", 0.5)
     # nothing was recorded on a virtual GPU at the cost of the host: that run is its own plain one
-    diagnosis = story.diagnosis(whole, plain_step is not None or timeline.facts.is_whole, what_if)
+    diagnosis = analysis.diagnosis(whole, plain_step is not None or timeline.facts.is_whole, what_if)
     say("searching for the plan", 0.7)
-    plan, run = plan_of(story.inputs, story.forecast, story.found), timeline.facts.run
+    plan, run = plan_of(analysis.inputs, analysis.forecast, analysis.found), timeline.facts.run
     diagnosis = replace(
         diagnosis,
         loop=loop,
@@ -148,12 +148,12 @@ def _explained(
         plan=plan,
         run=run,
         loops=(*_loops(timeline, workers, run, turns), *_rare(timeline, whole, loop, workers, turns)),
-        turns=story.turns() if turns else None,
-        draw=story.turns,
+        turns=analysis.turns() if turns else None,
+        draw=analysis.turns,
         notes=(
-            *_notes(whole, story, diagnosis.plain_given),
+            *_notes(whole, analysis, diagnosis.plain_given),
             *diagnosis.notes,
-            *_behind_others(story, plan),
+            *_behind_others(analysis, plan),
         ),
     )
     if run is not None or diagnosis.plain_runs:  # of a trace only its steps are known: their plan is all there is
@@ -179,78 +179,62 @@ def _stretches(timeline: Timeline) -> tuple[int, ...]:
     return tuple(round(float(np.median(part))) for part in np.array_split(steps, _STRETCHES))
 
 
-def _notes(whole: Timeline, story: StepAnalysis, plain_given: bool) -> tuple[str, ...]:
+def _notes(whole: Timeline, analysis: StepAnalysis, plain_given: bool) -> Iterator[str]:
     """What a reader should know before trusting the figures, a sentence each; first what the recorder says itself."""
-    plain, replayed = story.plain, story.inputs.steps
-    facts, steps, given = whole.facts, len(whole.marks_of(whole.ranks[0])), len(whole.ranks)
-    met = np.unique(whole.spans.group[whole.spans.kind == Kind.COLLECTIVE]).tolist()
-    some, all_known = given > 1 and (facts.world or 0) > given, facts.cluster is not None
-    # plain step and recording of one live run are of the same program: only that moment can have been another
-    why = (
-        "are they of the same program and machine?"
-        if facts.recorded is None
-        else "the machine may have been busy. Record again, or with another --after."
-    )
-    said: list[tuple[object, str]] = [
-        (
-            not plain_given and facts.recorded is None,
+    facts, steps = whole.facts, len(whole.marks_of(whole.ranks[0]))
+    yield from facts.notes
+    if not plain_given and facts.recorded is None:
+        yield (
             "Profiling slows Python down: a trace shows two to three times the idle time of the plain run. "
-            "Time a step without the profiler and pass it as --plain-step.",
-        ),
-        (not facts.values, "With --values none nothing is computed: every value that the program reads is 0."),
-        (
-            facts.modelled,
-            "CPU time is modelled: operators take time, but Python, files and loader workers take none.",
-        ),
-        (
-            not facts.stacks,
-            "The trace has no stacks, so it names operators, not lines. Record with with_stack=True for lines.",
-        ),
-        (facts.skipped, f"{facts.skipped} events of the trace could not be read and are missing."),
-        (
-            facts.marks_a_step,
-            f"{facts.marks_a_step} marked steps count as one, because the given plain step is that long.",
-        ),
-        (
-            replayed < steps,
-            f"{replayed} of the {steps} steps were replayed, evenly from the fastest to the slowest.",
-        ),
-        (
-            all_known,
-            f"{given} ranks were kept whole, the latest among them. Step, causes and plan are those of these ranks.",
-        ),
-        (
-            some and not all_known,
-            f"{given} of the run's {facts.world} ranks were recorded. Waiting for the others counts as communication.",
-        ),
-        (
-            not some and not all_known and any(facts.groups.get(group, 2) > given for group in met),
-            "Other ranks were not recorded, so waiting for them counts as communication.",
-        ),
-        (
-            plain.alike < 1 and facts.one_turn,
-            "Savings are estimated from the recorded part of the step, so their ranges are wide.",
-        ),
-        (
-            plain.alike < 1 and not facts.one_turn,
+            "Time a step without the profiler and pass it as --plain-step."
+        )
+    if not facts.values:
+        yield "With --values none nothing is computed: every value that the program reads is 0."
+    if facts.modelled:
+        yield "CPU time is modelled: operators take time, but Python, files and loader workers take none."
+    if not facts.stacks:
+        yield "The trace has no stacks, so it names operators, not lines. Record with with_stack=True for lines."
+    if facts.skipped:
+        yield f"{facts.skipped} events of the trace could not be read and are missing."
+    if facts.marks_a_step:
+        yield f"{facts.marks_a_step} marked steps count as one, because the given plain step is that long."
+    if analysis.inputs.steps < steps:
+        yield f"{analysis.inputs.steps} of the {steps} steps were replayed, evenly from the fastest to the slowest."
+    yield from _notes_on_missing_ranks(whole)
+    plain = analysis.plain
+    if plain.alike < 1 and facts.one_turn:
+        yield "Savings are estimated from the recorded part of the step, so their ranges are wide."
+    elif plain.alike < 1:
+        yield (
             f"The recorded steps took {1 / plain.ratio:.1f} times as long as the plain step, more than recording "
-            "explains. Savings are scaled to the plain step, and their ranges are wide.",
-        ),
-        (
-            plain_given and plain.alike == 1 and not 0.85 < plain.ratio < 1.15,
-            f"The plain step and the recorded steps differ by more than recording explains: {why}",
-        ),
-    ]
-    return (*facts.notes, *(sentence for holds, sentence in said if holds))
+            "explains. Savings are scaled to the plain step, and their ranges are wide."
+        )
+    elif plain_given and not 0.85 < plain.ratio < 1.15:
+        # plain step and recording of one live run are of the same program: only that moment can have been another
+        why = "the machine may have been busy. Record again, or with another --after."
+        if facts.recorded is None:
+            why = "are they of the same program and machine?"
+        yield f"The plain step and the recorded steps differ by more than recording explains: {why}"
 
 
-def _behind_others(story: StepAnalysis, plan: Sequence[PlannedFix]) -> Iterator[str]:
+def _notes_on_missing_ranks(whole: Timeline) -> Iterator[str]:
+    facts, given, spans = whole.facts, len(whole.ranks), whole.spans
+    groups = np.unique(spans.group[spans.kind == Kind.COLLECTIVE]).tolist()
+    if facts.cluster is not None:
+        yield f"{given} ranks were kept whole, the latest among them. Step, causes and plan are those of these ranks."
+    elif given > 1 and (facts.world or 0) > given:
+        yield f"{given} of the run's {facts.world} ranks were recorded. Waiting for the others counts as communication."
+    elif any(facts.groups.get(group, 2) > given for group in groups):
+        yield "Other ranks were not recorded, so waiting for them counts as communication."
+
+
+def _behind_others(analysis: StepAnalysis, plan: Sequence[PlannedFix]) -> Iterator[str]:
     """A sentence for each cause that is in no plan, gains nothing now, and would once others are gone. Not of ranks: by
     how little they differ shows once nothing else is left, and is noise."""
     planned = {"peer_late", *(cause for one in plan for cause in one.causes)}
-    for cause, gain in story.behind_others().items():
+    for cause, gain in analysis.behind_others().items():
         if cause not in planned:
-            finding, per_step = story.found[cause], story.inputs.steps * len(story.inputs.timeline.ranks)
+            finding, per_step = analysis.found[cause], analysis.inputs.steps * len(analysis.inputs.timeline.ranks)
             place, *more = sorted(finding.places, key=lambda one: -len(finding.places[one]))
             there, often = f" and {len(more)} more" if more else "", finding.count / per_step
             yield (
@@ -344,9 +328,9 @@ def _rare(timeline: Timeline, whole: Timeline, loop: str, workers: int, drawn: b
     if loop and found is not None:
         steps, recorded = found
         turns = round(recorded * max(1.0, _steps_of_run(timeline, whole) / len(whole.marks_of(whole.ranks[0]))))
-        story = StepAnalysis.of(steps.change_facts(plain_step=None, plain_runs={}), None, workers)
-        plan, drawing = plan_of(story.inputs, story.forecast, story.found), story.turns() if drawn else None
-        diagnosis = replace(story.diagnosis(steps, True, ()), plan=plan, run=None, turns=drawing)
+        analysis = StepAnalysis.of(steps.change_facts(plain_step=None, plain_runs={}), None, workers)
+        plan, drawing = plan_of(analysis.inputs, analysis.forecast, analysis.found), analysis.turns() if drawn else None
+        diagnosis = replace(analysis.diagnosis(steps, True, ()), plan=plan, run=None, turns=drawing)
         yield LoopDiagnosis(f"{loop} (its {turns} longest iterations)", turns, diagnosis)
 
 

@@ -138,11 +138,14 @@ class KeepOnDevice(Fix):
         return self.says(self.of_tiny_copy) if largest <= STAGED_BYTES else None
 
     def source_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.creation import made_on_device
+        from keepbusy.fixes.source.creation import ON_DEVICE
 
-        return SourceEdit(
-            '`torch.zeros(n, device="cuda")` instead of `torch.zeros(n).to("cuda")`; no random tensors', made_on_device
-        )
+        return ON_DEVICE
+
+    def suggested_edit(self) -> SourceEdit:
+        from keepbusy.fixes.source.creation import ON_DEVICE_OR_RANDOM
+
+        return ON_DEVICE_OR_RANDOM
 
 
 def _selects_rows(place: PlacedCause) -> bool:

@@ -39,11 +39,14 @@ class MakeOnDevice(Fix):
         return self.says(usual._replace(code=code, api=f"torch.{name}"))
 
     def source_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.creation import made_on_device
+        from keepbusy.fixes.source.creation import ON_DEVICE
 
-        return SourceEdit(
-            '`torch.zeros(n, device="cuda")` instead of `torch.zeros(n).to("cuda")`; no random tensors', made_on_device
-        )
+        return ON_DEVICE
+
+    def suggested_edit(self) -> SourceEdit:
+        from keepbusy.fixes.source.creation import ON_DEVICE_OR_RANDOM
+
+        return ON_DEVICE_OR_RANDOM
 
 
 class CreateOnGpu(Fix):

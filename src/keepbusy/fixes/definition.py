@@ -173,6 +173,10 @@ class Fix:
         """How it is written into a source, where it can be."""
         return None
 
+    def suggested_edit(self) -> SourceEdit | None:
+        """What a person may write, where it is more than keepbusy writes."""
+        return self.source_edit()
+
     def says(self, advice: Advice, blockers: tuple[Where, ...] = ()) -> Remedy:
         return Remedy(self, *advice, blockers=blockers)
 

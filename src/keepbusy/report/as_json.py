@@ -128,7 +128,7 @@ def _cause(cause: Cause) -> dict[str, Any]:
         ],
         **_same(cause, "what", "fix", "advice"),
         "remedy": cause.api,
-        "code": fix_line(cause),
+        "code": fix_line(cause.fix, cause.where, cause.remedy),
         **_predicted(cause.predicted),
         "same_wait_as": cause.same_wait_as,
     }

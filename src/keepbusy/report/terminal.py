@@ -148,7 +148,7 @@ def _cause(diagnosis: Diagnosis, number: int, cause: Cause, width: int) -> Itera
         yield line(run_report.lateness(late, diagnosis.given), indent=3)
     if cause.advice:
         yield line(tame(said(cause.advice)), indent=3)
-    if code := fix_line(cause):
+    if code := fix_line(cause.fix, cause.where, cause.remedy):
         yield unbroken(("   fix: ", FAINT), (said(code), STRONG))
 
 

@@ -14,6 +14,7 @@ from keepbusy.explain.kept_plan import KeptPlan
 from keepbusy.fix.source.planned_edits import Sources, captured_at, changed_at, edited_files, origins_of, source_of
 from keepbusy.fixes import ASKED_FOR, WRITTEN
 from keepbusy.fixes.source.rewriting import edit_of, ways_of
+from keepbusy.report.source import fix_line
 from keepbusy.timeline.files import BadInput
 
 
@@ -70,6 +71,12 @@ def rewriting_of(kept: KeptPlan, without: Sequence[str] = (), also: Sequence[str
     return made
 
 
+def changes(planned: PlannedFix, loops: Sequence[str], in_memory: bool) -> bool:
+    """Whether the fix changes anything. `in_memory`: without being asked for it."""
+    ways = (way for way in ways_of(planned.fix) if not in_memory or _name(way) not in ASKED_FOR)
+    return not (in_memory and planned.first) and any(edited_files(planned, way, {}, loops) for way in ways)
+
+
 def _changes(
     planned: PlannedFix, ways: Sequence[str], held: Sources, loops: Sequence[str]
 ) -> Iterator[tuple[str, Sources]]:
@@ -88,7 +95,7 @@ def _name(way: str) -> str:
 def _why(planned: PlannedFix, ways: Sequence[str]) -> str:
     """Why it was not made. `ways`: those that would change the source, and may change results."""
     if planned.fix not in ways:
-        return planned.code or planned.advice
+        return fix_line(planned.fix, (planned.where or (Where(),))[0], planned.code or planned.advice)
     edit = edit_of(planned.fix)
     because = f", for {edit.why}" if edit and edit.why else ""
     return f"results may differ{because}; `--also {_name(planned.fix)}` makes it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
@@ -26,7 +27,7 @@ class AtLines(cst.CSTTransformer):
         return int(self.get_metadata(PositionProvider, node).start.line)
 
 
-def visiting(change: type[AtLines], **settings: str) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module]:
+def visiting(change: type[AtLines], **settings: Any) -> Callable[[MetadataWrapper, frozenset[int]], cst.Module]:
     return lambda wrapper, lines: wrapper.visit(change(lines, **settings))
 
 

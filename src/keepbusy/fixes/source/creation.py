@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import libcst as cst
 
+from keepbusy.fixes.definition import SourceEdit
 from keepbusy.fixes.source.at_lines import AtLines, dotted, keyword_of, text_of, visiting, with_keyword
 
 _SAME_ANYWHERE = {f"torch.{name}" for name in ("zeros", "ones", "full", "arange", "eye", "empty")}
 """What torch makes the same on every device."""
+_RANDOM = {f"torch.{name}" for name in ("rand", "randn", "randint", "randperm", "normal")}
 _SAME_SHAPED = {
     *("unsqueeze", "squeeze", "repeat", "expand", "view", "reshape", "flatten", "t", "transpose", "permute"),
     *("contiguous", "long", "int", "float", "bool", "half", "double", "bfloat16", "tril", "triu"),
@@ -18,31 +20,34 @@ _SAME_SHAPED = {
 class _MadeThere(AtLines):
     """`torch.zeros(n).to("cuda")` becomes `torch.zeros(n, device="cuda")`."""
 
+    def __init__(self, lines: frozenset[int], makers: frozenset[str]) -> None:
+        super().__init__(lines)
+        self._makers = makers
+
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
         func = updated_node.func
         if self.line(original_node) not in self.lines or not isinstance(func, cst.Attribute):
             return updated_node
         device = _device_of(func.attr.value, updated_node)
-        made = None if device is None else _made_on(func.value, device)
+        made = None if device is None else self._made_on(func.value, device)
         return updated_node if made is None else made
 
-
-def _made_on(value: cst.BaseExpression, device: str) -> cst.BaseExpression | None:
-    """`torch.arange(n).unsqueeze(0)`, made on the device."""
-    if not isinstance(value, cst.Call):
+    def _made_on(self, value: cst.BaseExpression, device: str) -> cst.BaseExpression | None:
+        """`torch.arange(n).unsqueeze(0)`, made on the device."""
+        if not isinstance(value, cst.Call):
+            return None
+        name = dotted(value.func)
+        if name in self._makers:
+            chosen = any(keyword_of(value, one) is not None for one in ("device", "pin_memory", "out", "generator"))
+            return None if chosen else with_keyword(value, "device", device)
+        if name.rpartition(".")[0] == "torch" and name[6:] in _SAME_SHAPED and value.args:
+            inner = self._made_on(value.args[0].value, device)
+            first = value.args[0].with_changes(value=inner)
+            return None if inner is None else value.with_changes(args=[first, *value.args[1:]])
+        if isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME_SHAPED:
+            inner = self._made_on(value.func.value, device)
+            return None if inner is None else value.with_changes(func=value.func.with_changes(value=inner))
         return None
-    name = dotted(value.func)
-    if name in _SAME_ANYWHERE:
-        chosen = any(keyword_of(value, one) is not None for one in ("device", "pin_memory", "out"))
-        return None if chosen else with_keyword(value, "device", device)
-    if name.rpartition(".")[0] == "torch" and name[6:] in _SAME_SHAPED and value.args:
-        inner = _made_on(value.args[0].value, device)
-        first = value.args[0].with_changes(value=inner)
-        return None if inner is None else value.with_changes(args=[first, *value.args[1:]])
-    if isinstance(value.func, cst.Attribute) and value.func.attr.value in _SAME_SHAPED:
-        inner = _made_on(value.func.value, device)
-        return None if inner is None else value.with_changes(func=value.func.with_changes(value=inner))
-    return None
 
 
 def _device_of(method: str, call: cst.Call) -> str | None:
@@ -55,4 +60,9 @@ def _device_of(method: str, call: cst.Call) -> str | None:
     return given if "dtype" not in given and not given.startswith("torch.float") else None
 
 
-made_on_device = visiting(_MadeThere)
+ON_DEVICE = SourceEdit(
+    '`torch.zeros(n, device="cuda")` instead of `torch.zeros(n).to("cuda")`; no random tensors',
+    visiting(_MadeThere, makers=frozenset(_SAME_ANYWHERE)),
+)
+ON_DEVICE_OR_RANDOM = SourceEdit(ON_DEVICE.what, visiting(_MadeThere, makers=frozenset(_SAME_ANYWHERE | _RANDOM)))
+"""Random numbers of the device's own generator are others."""

@@ -34,8 +34,27 @@ def edited(
 ) -> str | None:
     """The source with this fix at these lines. `captured`: those of a graph; `loops`: see `with_captured`."""
     edit = edit_of(fix)
-    if edit is None:
-        return None
+    return None if edit is None else _with_edit(source, edit, lines, captured, loops)
+
+
+def line_to_write(source: str, fix: str, line: int) -> str:
+    """The first line that a fix changes there, as it is to be written; "" where nothing is known of that line."""
+    own = set(source.splitlines())
+    edits = edit_of(fix), BY_NAME[fix].suggested_edit() if fix in BY_NAME else None
+    for edit in filter(None, edits):
+        changed = (_with_edit(source, edit, [line]) or "").splitlines()
+        if new := [text.strip() for text in changed if text not in own and text != "import keepbusy"]:
+            return new[0]
+    return ""
+
+
+def _with_edit(
+    source: str,
+    edit: SourceEdit,
+    lines: Sequence[int],
+    captured: CapturedLines | None = None,
+    loops: Collection[int] = (),
+) -> str | None:
     try:
         wrapper = _parsed(source)
         module = _captured(wrapper, captured, loops) if captured else edit.write(wrapper, frozenset(lines))

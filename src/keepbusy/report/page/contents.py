@@ -147,7 +147,7 @@ def _cause(one: Cause) -> dict[str, Any]:
         "sites": [{"where": _place(site.where), "wait": site.wait} for site in one.sites],
         "what": _text(one.what),
         "advice": _text(one.advice),
-        "code": _text(fix_line(one)),
+        "code": _text(fix_line(one.fix, one.where, one.remedy)),
         "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
         "same": one.same_wait_as,
     }
