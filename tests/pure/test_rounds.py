@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -41,10 +41,10 @@ def labels(run: Run, rounds: int = 80) -> None:
     rest(run)
 
 
-def parameters(run: Run) -> None:
+def parameters(run: Run, optimizer: Sequence[str] = ADAM) -> None:
     """An optimizer that goes from parameter to parameter."""
     rest(run)
-    with run.inside(*ADAM):
+    with run.inside(*optimizer):
         for _ in range(60):
             for operator in ("aten::lerp_", "aten::addcmul_", "aten::addcdiv_"):
                 run.work(30, at=[operator]).launch(3, at=[operator])
@@ -155,6 +155,11 @@ def test_an_optimizer_does_its_parameters_at_once() -> None:
     assert one.predicted.high < found.plain_step - found.noise
     assert one.predicted.low < 700 * US
     assert one is found.plan[0]
+
+
+def test_an_optimizer_that_has_no_fused_form_gets_none() -> None:
+    lbfgs = ["Optimizer.step#LBFGS.step", "torch/optim/lbfgs.py(290): _add_grad"]
+    assert fixes(told(lambda run: parameters(run, lbfgs))) == []
 
 
 def test_a_checkpoint_is_written_tensor_by_tensor() -> None:

@@ -68,7 +68,7 @@ class Role(IntFlag):
     GIVES_BACK = auto()  # memory is given back to the driver
     WRITES = auto()  # PyTorch's own Python that makes a file of tensors
     SCALER = auto()  # that of a GradScaler
-    UPDATES = auto()  # that of PyTorch's own optimizers
+    UPDATES = auto()  # that of PyTorch's own optimizers that can update all parameters at once
     PICKS = auto()  # an operator that takes rows out of a tensor by their numbers, or puts them there
     VALIDATES = auto()  # PyTorch's own Python that looks whether a distribution's arguments are valid
     PRINTS = auto()  # PyTorch's own Python that writes a tensor as text
@@ -104,7 +104,7 @@ _CONTAINED = (
     (re.compile(r"Synchronize"), Role.SYNCHRONIZES),
     (re.compile(r"^(site-packages/)?torch/serialization\.py"), Role.WRITES),
     (re.compile(r"^(site-packages/)?torch/\S*/grad_scaler\.py"), Role.SCALER),
-    (re.compile(r"^(site-packages/)?torch/optim/"), Role.UPDATES),
+    (re.compile(r"^(site-packages/)?torch/optim/(?!lbfgs|sparse_adam|_muon)"), Role.UPDATES),
     (re.compile(r"^(site-packages/)?torch/distributions/distribution\.py"), Role.VALIDATES),
     (re.compile(r"^(site-packages/)?torch/_tensor_str\.py"), Role.PRINTS),
     (
