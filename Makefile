@@ -10,10 +10,12 @@ READY := $(VENV)/.ready
 # a terminal sees what pip downloads and how far it is; elsewhere pip tells of errors only
 install = test -t 1 || export PIP_QUIET=2; $(1)/python -m pip --disable-pip-version-check install
 SHARED := -n 3 --dist loadfile --no-loadscope-reorder
+SWEEPS = $(if $(ROOMS),sweep and ($(foreach room,$(ROOMS),sweep(room='$(room)') or) not sweep),sweep)
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
 TRACES := tests/snapshots/traces
 
+.PHONY: test-all sweeps
 .PHONY: demo demo-trace page test test-pure operators builds dist bench lint format snapshots course site picture clean
 .PRECIOUS: .venv-%/.ready
 .DEFAULT_GOAL := demo
@@ -39,13 +41,21 @@ demo-trace: $(READY)
 # in three processes for two cores, as some wait for what they started; each takes the next file, so that what its tests
 # share is made once; what is imported is compiled once, too, whatever the shell says
 test: $(READY)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) -m "not sweep"
+
+# with the sweeps: the same mechanisms on many more programs
+test-all: $(READY)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED)
+
+# the sweeps alone, or those of some rooms of src/keepbusy: `make sweeps ROOMS="virtual log"`; a room may have none
+sweeps: $(READY)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) -m "$(SWEEPS)" || test $$? = 5
 
 # what needs no PyTorch, on a Python that there may be no build of it for: `make test-pure PYTHON=python3.13`
 test-pure: $(VENV)/.ready-pure
-	@$(BIN)/python -m pytest $(SHARED) tests/pure
+	@$(BIN)/python -m pytest $(SHARED) -m "not sweep" tests/pure
 
-# all samples of PyTorch's own operator database on the virtual GPU; `make test` takes one of each operator
+# all samples of PyTorch's own operator database on the virtual GPU; `make sweeps` takes one of each operator
 operators: $(READY)
 	@$(BIN)/python tests/torch/operator_sweep.py 1000
 

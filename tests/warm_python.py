@@ -48,6 +48,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 """Of a script that the test writes: the fixture `run`."""
 IMPORTED = (
     *("keepbusy.cli.run", "keepbusy.explain", "keepbusy.log.program_log", "keepbusy.report.terminal"),
+    *("keepbusy.runtime.graph.graphed_step", "numpy.ma"),
     *virtual.IMPORTED,
 )
 """What most commands would import."""
@@ -141,6 +142,8 @@ def _serve() -> None:
     atexit.register(_keep_installed)
     for module in IMPORTED:
         import_module(module)
+    with suppress(ImportError):  # LibCST is an extra
+        import_module("keepbusy.fix.source.from_plan")
     from keepbusy.cli import program
     from keepbusy.virtual.pytorch import operators
 

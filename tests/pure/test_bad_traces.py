@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from traces import NCCL, Read, beside, event, parts, reader, small, trace_of
 
+from keepbusy import traces
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE
 from keepbusy.traces import json_events
@@ -219,3 +221,24 @@ def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     path.touch(0)
     with pytest.raises(BadInput, match=r"cannot be read .Permission denied"):
         read_trace(path)
+
+
+# Times and sizes of no run
+
+
+@pytest.mark.parametrize(
+    ("category", "changes", "what"),
+    [
+        ("kernel", {"ts": 2e13}, "times further apart than those of any run"),
+        ("gpu_memcpy", {"bytes": 1 << 62}, "more bytes than any run moves"),
+    ],
+)
+def test_what_no_run_can_hold_is_refused(category: str, changes: dict[str, Any], what: str, tmp_path: Path) -> None:
+    trace = json.loads(small("images"))
+    found = [one for one in trace["traceEvents"] if one.get("cat") == category][-1]
+    for name, value in changes.items():
+        (found if name in found else found["args"])[name] = value
+    path = tmp_path / "damaged.trace.json"
+    path.write_text(json.dumps(trace, indent=2), encoding="utf-8")
+    with pytest.raises(BadInput, match=f"is damaged: it holds {what}"):
+        traces.read([path])

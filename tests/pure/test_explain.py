@@ -188,7 +188,7 @@ def test_few_steps_of_many_are_said_to_be_few() -> None:
 
 
 @given(loops(), st.none() | st.floats(0.8, 1.4))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_every_explanation_is_sound(timeline: Timeline, share: float | None) -> None:
     timeline = settle(timeline)
     step = None if share is None else max(1, round(share * pace(whole_steps(timeline))))
@@ -207,7 +207,7 @@ def explanation_of(timeline: Timeline, plain_step: int | None) -> Diagnosis | No
 
 
 @given(loops())
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_fixing_everything_is_at_least_as_good_as_fixing_one_thing(timeline: Timeline) -> None:
     found = explained(settle(timeline))
     for one in found.causes:
@@ -243,7 +243,7 @@ def written(program: list, run: Run) -> None:
 
 
 @given(programs, st.integers(2, 6))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_any_program_is_explained(program: list, steps: int) -> None:
     found = told(lambda run: written(program, run), steps=steps)
     for one in found.causes:
@@ -251,7 +251,7 @@ def test_any_program_is_explained(program: list, steps: int) -> None:
 
 
 @given(programs)
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_computing_is_what_the_kernels_take(program: list) -> None:
     """On one stream nothing overlaps: their sum is exact, whatever the host does."""
     timeline = loop(lambda run: written(program, run))
@@ -262,7 +262,7 @@ def test_computing_is_what_the_kernels_take(program: list) -> None:
 
 
 @given(programs)
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_an_edit_never_makes_a_run_longer(program: list) -> None:
     """Each fix alone, and none at all."""
     scene = CauseInputs(whole_steps(loop(lambda run: written(program, run))))
@@ -273,7 +273,7 @@ def test_an_edit_never_makes_a_run_longer(program: list) -> None:
 
 
 @given(programs)
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_ranks_that_do_the_same_have_nobody_to_blame(program: list) -> None:
     run = Run.of(ranks=2)
     for _ in range(5):

@@ -416,7 +416,9 @@ def test_the_next_function_is_that_of_the_caller(logged) -> None:
     )
 
 
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.parametrize(
+    "sanitizer", [pytest.param("address,undefined", marks=pytest.mark.sweep(room="log")), "thread"]
+)
 def test_many_threads_under_a_sanitizer(parts: Path, tmp_path: Path, sanitizer: str) -> None:
     program = tmp_path / "threads"
     library = tmp_path / "hostlog.so"

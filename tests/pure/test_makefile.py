@@ -93,3 +93,28 @@ def test_where_pip_finds_no_pytorch_the_newest_python_is_taken_and_pip_says_why(
     environment = {"PATH": str(tmp_path), "PYENV_ROOT": str(tmp_path)}
     done = subprocess.run([ROOT / ".ci/pythons", "torch==2.13.0"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/python3.14\n")
+
+
+@pytest.mark.parametrize(
+    ("goal", "rooms", "chosen"),
+    [
+        ("test", "", "not sweep"),
+        ("sweeps", "", "sweep"),
+        ("sweeps", "log virtual", "sweep and (sweep(room='log') or sweep(room='virtual') or not sweep)"),
+    ],
+)
+def test_sweeps_are_run_for_the_rooms_that_are_named(
+    clone: Path, goal: str, rooms: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOMS", rooms)
+    assert make(clone, goal).stdout.splitlines()[-1].endswith(f" -m {chosen}")
+
+
+def test_each_sweep_names_a_room_that_is_there() -> None:
+    """Or `.ci/run` would run it for no change."""
+    rooms = {path.stem for path in (ROOT / "src" / "keepbusy").iterdir()}
+    for path in {*(ROOT / "tests").glob("*/test_*.py")} - {Path(__file__)}:
+        text = path.read_text(encoding="utf-8")
+        named = re.findall(r'mark\.sweep\(room="(\w+)"\)', text)
+        assert len(named) == text.count("mark.sweep("), path
+        assert set(named) <= rooms, path

@@ -148,7 +148,9 @@ def damaged(kind: str, seed: int) -> bytes:
     return MUTATIONS[kind](small(random.choice(["images", "tokens_checked"])), random)
 
 
-@pytest.mark.parametrize("part", range(SEEDS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.sweep(room="traces")) for part in range(1, SEEDS))]
+)
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_damage_never_ends_in_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, part: int

@@ -48,8 +48,19 @@ CASES: dict[Path, list[str]] = {
     STALLBENCH / "with_stack/slow_loader": ["input_late"],
     STALLBENCH / "without_stack/launch_bound": ["launch_bound"],
 }
+SWEPT = {
+    OURS / "with_stack/diffusion_timed",
+    OURS / "with_stack/print_big_model",
+    OURS / "with_stack/side_stream_waits_at_once",
+    OURS / "without_stack/recommender_copies",
+    *(STALLBENCH / f"with_stack/{name}" for name in ("healthy", "made_on_host", "pageable_copy", "slow_loader")),
+}
+"""Whose causes others have, too."""
 IDS = {f"{path.parent.name}/{path.name}": path for path in CASES if path.with_suffix(".json").exists()}
-each = pytest.mark.parametrize("path", [pytest.param(path, id=case) for case, path in IDS.items()])
+SWEEP = pytest.mark.sweep(room="explain")
+each = pytest.mark.parametrize(
+    "path", [pytest.param(path, id=case, marks=SWEEP if path in SWEPT else ()) for case, path in IDS.items()]
+)
 
 EVERYWHERE = ("launch_bound", "host_work")
 """A program that is healthy may have a little of these all the same; they accuse no line."""

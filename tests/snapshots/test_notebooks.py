@@ -1,7 +1,7 @@
 """The course as notebooks: the programs of the chapters as cells, run in a real kernel.
 
-Their programs are run as the chapters' own, so of each notebook the first one is enough here; KEEPBUSY_NOTEBOOKS=whole
-runs all 44, in some minutes.
+Their programs are run as the chapters' own, so the first one of the first notebook is enough here. `make sweeps` runs
+the first one of each, and KEEPBUSY_NOTEBOOKS=whole all 44, in some minutes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def test_every_program_of_the_chapter_is_a_cell(path: Path) -> None:
     assert {program.replace("Path(__file__).with_name(", "Path(") for program in programs} <= set(cells)
 
 
-def test_the_notebooks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(len(NOTEBOOKS), marks=pytest.mark.sweep(room="cli"))])
+def test_the_notebooks_run(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other in one kernel, each in its own folder."""
     monkeypatch.setattr(sys, "executable", warm().executable)  # of the kernel
     of_each = {}
-    for path in NOTEBOOKS:
+    for path in NOTEBOOKS[:count]:
         sources = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"][:RUN]
         of_each[path] = [nbformat.v4.new_code_cell(source) for source in (f"%cd -q {path.parent}", *sources)]
     notebook = nbformat.v4.new_notebook(cells=[cell for cells in of_each.values() for cell in cells])

@@ -24,6 +24,10 @@ NAMED = {
 }
 """Of snippets with a fault the line that the report quotes first."""
 
+QUICK = ("all_reduce", "empty_cache", "nonzero", "pageable_copy")
+"""One with ranks, one each of memory, of a sync and of a copy."""
+SWEEPS = [pytest.mark.sweep(room="virtual"), pytest.mark.sweep(room="explain"), pytest.mark.sweep(room="report")]
+
 
 def command(script: Path) -> list[str]:
     ranks = ["--ranks", "2"] if "torch.distributed" in (ROOT / script).read_text(encoding="utf-8") else []
@@ -34,7 +38,11 @@ def test_there_are_twenty() -> None:
     assert len(SCRIPTS) >= 20
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(script, marks=() if script.stem in QUICK else SWEEPS) for script in SCRIPTS],
+    ids=lambda path: path.stem,
+)
 def test_the_report_of_a_snippet(script: Path, warm_python: WarmPython) -> None:
     kept = ROOT / script.with_suffix(".out")
     done = warm_python.keepbusy(*command(script), cwd=ROOT, env=ENVIRONMENT)

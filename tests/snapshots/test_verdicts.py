@@ -46,6 +46,8 @@ def check(text: str, commands: int) -> None:
     assert all(named.search(line) for line in items if PREDICTION.search(line))
 
 
+@pytest.mark.sweep(room="explain")
+@pytest.mark.sweep(room="report")
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: str(path.relative_to(TRUTH).with_suffix("")))
 def test_every_verdict_fits_twelve_lines_of_eighty_columns(path: Path) -> None:
     diagnosis = explain(load(path))
@@ -65,7 +67,9 @@ def test_the_verdict_is_as_kept(name: str, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.chdir(TRUTH.parent)
     monkeypatch.setenv("NO_COLOR", "1")
     assert cli.main(["explain", f"truth/{name}.busy"]) == 0
-    compare_with_file(capsys.readouterr().out, name.rpartition("/")[2].removesuffix(".stalled"))
+    said = capsys.readouterr().out
+    check(said, 0)
+    compare_with_file(said, name.rpartition("/")[2].removesuffix(".stalled"))
 
 
 def test_a_run_that_failed_says_so_first(warm_python: WarmPython) -> None:

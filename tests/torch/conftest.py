@@ -27,8 +27,10 @@ def machine():
         pytest.skip("there is a real GPU here")
     for module in ("sympy", "torch._dynamo"):  # PyTorch imports them once the shape of a result is computed
         import_module(module)
+    from keepbusy.virtual.clock.real_time import UncountedWork
     from keepbusy.virtual.virtual_run import Options, start
 
+    UncountedWork.begin = lambda _: None  # its thread would look 200 times a second for as long as there are tests
     gc.freeze()
     torch.set_num_threads(1)  # a sum comes out by how many share it, and tests share the processors as it is
     start(Options(devices=8, measured=False, script_clocks=False, one_generator=True))
@@ -36,6 +38,12 @@ def machine():
 
     MACHINE.notes = MACHINE.costs.notes = None  # a law that fails is a failed test
     return MACHINE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_clock(machine):
+    """As in a forked process: who reads the timeline of a file's tests need not go through all files before it."""
+    machine._begin()
 
 
 @pytest.fixture

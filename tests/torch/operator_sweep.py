@@ -1,6 +1,6 @@
 """PyTorch's own operator database, forward and backward, on the virtual GPU against the CPU.
 
-    python tests/torch/operator_sweep.py [samples an operator] [one in so many operators in sixteen bits]
+    python tests/torch/operator_sweep.py [samples an operator] [one in so many operators in sixteen bits] [in all bits]
 
 prints every sample that differs, and how many are right. Two ways have sixteen bits: `half`, where inputs are of them,
 and where an operator takes a `dtype`, results are asked for in thirty-two; and `autocast`, under which operators
@@ -133,14 +133,14 @@ def _narrowed(one: Any) -> Any:
     return one
 
 
-def main(most: int, every: int = 0) -> int:
+def main(most: int, in_sixteen_bits: int = 0, every: int = 1) -> int:
     from keepbusy.virtual.virtual_run import Options, start
 
     start(Options(measured=False, one_generator=True))
     warnings.simplefilter("ignore")
-    code = sweep("", most, 1)
-    for way in ("half", "autocast") if every else ():
-        sweep(way, most, every)
+    code = sweep("", most, every)
+    for way in ("half", "autocast") if in_sixteen_bits else ():
+        sweep(way, most, in_sixteen_bits)
     return code
 
 

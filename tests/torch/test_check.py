@@ -243,6 +243,7 @@ FAIL = {f"keepbusy check {options}train.py" for options in ("", *REPORTS, "--val
 """With the page's own program, which reads its loss."""
 
 
+@pytest.mark.sweep(room="cli")
 def test_every_command_of_the_page_works(folder: Path) -> None:
     assert len(COMMANDS) == 13
     for command in COMMANDS:

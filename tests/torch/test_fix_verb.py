@@ -53,15 +53,22 @@ def test_a_program_runs_with_the_fixes_of_its_last_run(folder: Path) -> None:
     assert "made          keep the allocator's memory at train.py:" in fixed.stdout
     assert "% shorter\n" in fixed.stdout
     assert (folder / "train.py").read_text() == before
+    wrong = keepbusy(folder, "run", "--fix", "--without", "everything", "train.py")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("keepbusy: Unknown fix 'everything'. Known fixes: accumulate, ")
+
+
+@pytest.mark.sweep(room="fix")
+@pytest.mark.sweep(room="cli")
+def test_so_it_does_without_a_kept_plan_and_without_one_of_the_fixes(folder: Path) -> None:
+    keepbusy(folder, "run", "--clock", "modelled", "train.py")
+    fixed = keepbusy(folder, "run", "--fix", "--clock", "modelled", "train.py")
     (folder / "keepbusy" / "last_plan.json").unlink()  # then the run is explained again
     anew = keepbusy(folder, "run", "--fix", "--clock", "modelled", "train.py")
     assert anew.stdout == fixed.stdout
     again = keepbusy(folder, "run", "--fix", "--without", "keep_memory", "--clock", "modelled", "train.py")
     assert "made          keep the allocator's memory" not in again.stdout
     assert "at train.py:" in again.stdout
-    wrong = keepbusy(folder, "run", "--fix", "--without", "everything", "train.py")
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("keepbusy: Unknown fix 'everything'. Known fixes: accumulate, ")
 
 
 def test_there_are_no_fixes_without_a_run_of_the_same_source(folder: Path) -> None:
@@ -122,6 +129,7 @@ def test_a_rewritten_program_fails_at_the_lines_of_its_file(folder: Path) -> Non
     assert "captured_fit: " in fixed.stdout
 
 
+@pytest.mark.sweep(room="fix")
 def test_a_line_that_fails_within_a_graph_is_shown_where_it_stands(folder: Path) -> None:
     failing = FAILING.replace(
         'x = torch.ones(4, 8, device="cuda")\n        for step in range(20):\n',
@@ -200,6 +208,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.sweep(room="fix")
 def test_ranks_are_fixed_together(folder: Path) -> None:
     (folder / "ranks.py").write_text(RANKS)
     done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "--ranks", "2", "ranks.py")
@@ -240,6 +249,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sweep(room="fix")
 def test_ranks_that_the_program_spawns_are_fixed_and_proven(folder: Path) -> None:
     """They run the candidate, or nothing would be saved, and say what they compute, or nothing could be compared."""
     (folder / "spawning.py").write_text(SPAWNING)
@@ -315,6 +325,7 @@ main()
 """
 
 
+@pytest.mark.sweep(room="fix")
 def test_the_steps_of_a_candidate_are_the_turns_of_its_own_loop(folder: Path) -> None:
     """Which stands at other lines than in the file. That the last batch has another shape keeps the graph's own
     replays from being the steps."""
@@ -324,6 +335,7 @@ def test_the_steps_of_a_candidate_are_the_turns_of_its_own_loop(folder: Path) ->
     assert "+def captured_train(model, optimizer, x):\n" in done.stdout, done
 
 
+@pytest.mark.sweep(room="fix")
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -380,6 +392,7 @@ def test_what_only_infers_is_held_against_its_outputs(folder: Path) -> None:
     assert "the same results to the last bit" in done.stdout
 
 
+@pytest.mark.sweep(room="fix")
 def test_without_values_no_results_are_said_to_be_the_same(folder: Path) -> None:
     (folder / "infer.py").write_text(INFERENCE)
     done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "--values", "none", "infer.py")

@@ -23,26 +23,29 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_same_values_as_the_plain_loop(loop: Loop) -> None:
     kept = Kept()
-    assert outcome(loop, kept, 16) == outcome(loop, lambda step: step, 16)
+    assert outcome(loop, kept, 12) == outcome(loop, lambda step: step, 12)
     assert kept.graphed.replays > 5
 
 
 def test_the_same_random_numbers_as_the_plain_loop(run) -> None:
     """In a process of its own: the GPU of this one draws the host's random numbers."""
-    finished = run(f"""
+    finished = run(
+        f"""
 import sys
 sys.path.insert(0, {str(Path(graph_loops.__file__).parent)!r})
 from graph_loops import DRAWING, Kept, outcome
 for loop in DRAWING:
     kept = Kept()
-    assert outcome(loop, kept, 16) == outcome(loop, lambda step: step, 16), loop
+    assert outcome(loop, kept, 13) == outcome(loop, lambda step: step, 13), loop
     assert kept.graphed.replays > 5, kept.graphed.report()
 print("all", len(DRAWING))
-""")
+""",
+        before=("--clock", "modelled", "--quiet"),
+    )
     assert f"all {len(DRAWING)}" in finished.stdout, finished.stderr
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", LOOPS[:4], ids=lambda loop: loop.__name__)
 def test_the_heap_is_not_searched_and_what_is_frozen_stays_so(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Production processes freeze it: to thaw it makes the next collections slow, to freeze it anew keeps garbage."""
     expected = outcome(loop, lambda step: step, 10)

@@ -182,7 +182,9 @@ def test_a_program_that_does_not_spread_is_told_to_at_once(run, tmp_path: Path) 
     assert (tmp_path / "runs").read_text() == "."
 
 
-@pytest.mark.parametrize("how", ["each", "together", "schedule"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.sweep(room="virtual")) for how in ("each", "together")), "schedule"]
+)
 def test_the_page_on_overlap_shows_what_its_commands_print(how: str, warm_python: WarmPython) -> None:
     """PyTorch's own schedule tells its stages by messages what to expect: those have values in a run without any."""
     page = Path(__file__).parents[2] / "docs/how-to/overlap.md"

@@ -35,6 +35,7 @@ def test_the_links_of_two_processes(tmp_path: Path, warm_python: WarmPython) -> 
     assert "mine.toml is this machine: keepbusy plan --gpus 2 --on mine.toml train.py" in done.stdout
 
 
+@pytest.mark.sweep(room="virtual")
 def test_within_a_job_of_two_hosts_the_first_rank_tells(tmp_path: Path, warm_python: WarmPython) -> None:
     agent = [warm_python.executable, "-m", "torch.distributed.run"]
     agent += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts=0"]

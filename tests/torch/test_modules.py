@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from warm_python import SOURCES, warm
 
 
+@pytest.mark.sweep(room="virtual")
 def test_modules_give_what_the_cpu_gives_forward_and_backward() -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONWARNINGS": "ignore"}
     done = warm().python("module_sweep.py", "1", cwd=Path(__file__).parent, env=environment)

@@ -104,7 +104,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.lists(TREES, max_size=4))
 def test_any_tree_arrives_bit_for_bit(batches: list[Any]) -> None:
     got = list(keepbusy.prefetch(batches))
@@ -266,7 +266,7 @@ def test_memory_for_batches_is_the_hosts_also_where_new_tensors_go_to_the_device
 
 
 def columns(number: int) -> dict[str, Tensor]:
-    return {f"column {place}": torch.full((400 + place,), 100 * number + place) for place in range(300)}
+    return {f"column {place}": torch.full((4000 + place,), 100 * number + place) for place in range(30)}
 
 
 class Numbered(Dataset):

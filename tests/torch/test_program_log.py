@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from warm_python import SOURCES, warm
 
-from keepbusy.log import hostlog, kernel_windows, program_log
+from keepbusy.log import hostlog, kernel_windows
 from keepbusy.log.kernel_windows import KernelWindows
 from keepbusy.log.log_file import ROW, CallFlag, DriverLog, read_log
 from keepbusy.log.program_log import FACTS, LOOKS
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
-SOURCES = Path(program_log.__file__).parents[2]
 BEGIN = """
 import sys
 from pathlib import Path
@@ -30,16 +30,15 @@ assert not why, why
 """
 
 
-def logged(script: str, folder: Path) -> tuple[dict, DriverLog, str]:
-    """What it has left, and what it wrote to standard error."""
+def logged(script: str, folder: Path, fresh: bool = False) -> tuple[dict, DriverLog, str]:
+    """What it has left, and what it wrote to standard error. `fresh`: PyTorch is imported after the log began."""
     (folder / "script.py").write_text(f"{BEGIN}{textwrap.dedent(script)}\nlog.end()\n")
     (left := folder / "left").mkdir()
-    done = subprocess.run(
-        [sys.executable, folder / "script.py", left],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCES), "XDG_CACHE_HOME": str(folder / "cache")},
-    )
+    if fresh:
+        command, environment = [sys.executable, "script.py", left], {**os.environ, "PYTHONPATH": str(SOURCES)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    else:
+        done = warm().python("script.py", str(left), cwd=folder)
     assert done.returncode == 0, done.stderr
     [process] = left.iterdir()
     assert (process / LOOKS).exists()
@@ -61,8 +60,15 @@ TRAINS = """
 """
 
 
-def test_what_pytorch_annotates_is_noted_with_the_lines_that_it_came_from(tmp_path: Path) -> None:
-    facts, log, said = logged(TRAINS, tmp_path)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, DriverLog, str]:
+    return logged(TRAINS, tmp_path_factory.mktemp("trained"), fresh=True)
+
+
+def test_what_pytorch_annotates_is_noted_with_the_lines_that_it_came_from(
+    trained: tuple[dict, DriverLog, str],
+) -> None:
+    facts, log, said = trained
     assert facts["faults"] == []
     assert said == ""
     names = [facts["notes"][value] for value in log.rows["value"].tolist()]
@@ -74,8 +80,8 @@ def test_what_pytorch_annotates_is_noted_with_the_lines_that_it_came_from(tmp_pa
     assert lines == ["train", "<module>"]
 
 
-def test_what_loaders_do_is_known(tmp_path: Path) -> None:
-    facts, _, _ = logged(TRAINS, tmp_path)
+def test_what_loaders_do_is_known(trained: tuple[dict, DriverLog, str]) -> None:
+    facts, _, _ = trained
     [loader] = facts["loaders"]
     assert (loader["batches"], loader["workers"]) == (3, 0)
     assert facts["torch"]
@@ -109,7 +115,7 @@ def test_the_compiler_makes_the_same_graphs(tmp_path: Path) -> None:
     seen = (tmp_path / "graphs").read_text()
     assert "backward" in facts["notes"]
     plain = f"import sys\nfrom pathlib import Path\n{textwrap.dedent(compiles)}"
-    subprocess.run([sys.executable, "-c", plain, tmp_path / "left"], check=True, capture_output=True)
+    assert warm().python("-c", plain, str(tmp_path / "left"), cwd=tmp_path).returncode == 0
     assert (tmp_path / "graphs").read_text() == seen
 
 

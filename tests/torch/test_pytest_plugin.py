@@ -126,7 +126,7 @@ def test_unasked_it_imports_nothing(folder: Path) -> None:
     assert "1 passed" in pytest_in(folder, fresh=True).stdout
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.sweep(room="pytest_plugin"))])
 def test_budgets_are_written_and_held(folder: Path, workers: tuple[str, ...]) -> None:
     if workers:
         pytest.importorskip("xdist")

@@ -19,6 +19,7 @@ WORK = "import torch\nx = torch.ones(8, device='cuda') * 2\n"
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONDONTWRITEBYTECODE": "1"}
 MODELLED = ("--clock", "modelled")
+SWEEP = pytest.mark.sweep(room="instrument")
 
 
 def both(
@@ -99,7 +100,11 @@ STARTS = ("names", "last words of logging", "last words of objects", "descriptor
 """These are about what Python does at its start, or its end, too."""
 
 
-@pytest.mark.parametrize("name", ODD)
+SELDOM = ("last words of logging", "descriptors closed")
+"""What the others and `CLOSING` check, too, with a Python of its own each."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SWEEP) if name in SELDOM else name for name in ODD])
 def test_it_is_as_under_python(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ODD[name])
     plain, ours = both(tmp_path, "train.py", "--epochs", "--", "2", fresh=name in STARTS)
@@ -128,7 +133,7 @@ print({open(f"own{number}").read() for number in range(40)})
 """
 
 
-@pytest.mark.parametrize("options", [(), MODELLED])
+@pytest.mark.parametrize("options", [pytest.param((), marks=SWEEP), MODELLED])
 def test_a_program_may_close_all_descriptors_while_it_is_at_work(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLOSING)
     plain = python(tmp_path, "train.py")
@@ -166,7 +171,9 @@ fails()
 )
 
 
-@pytest.mark.parametrize(("source", "given"), [(("-c", TEXT), ""), (("-",), TEXT), (("-c", "x = (1,\nfor\n"), "")])
+@pytest.mark.parametrize(
+    ("source", "given"), [(("-c", TEXT), ""), (("-",), TEXT), pytest.param(("-c", "x = (1,\nfor\n"), "", marks=SWEEP)]
+)
 def test_a_program_that_is_no_file_runs_as_under_python(source: tuple[str, ...], given: str, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("ZERO = 0\n")
     plain = python(tmp_path, *source, "--epochs", "2", given=given)
@@ -224,6 +231,7 @@ except RuntimeError:
 """
 
 
+@SWEEP
 def test_the_programs_own_import_of_pytorchs_compiler_succeeds(tmp_path: Path) -> None:
     """It asks for functions of Python's, as what they are."""
     (tmp_path / "train.py").write_text("import torch._dynamo\nprint(torch._dynamo.__name__)\n")
@@ -274,8 +282,15 @@ layer(torch.ones(1, 2, device=device))
 """
 
 
-@pytest.mark.parametrize("program", [("train.py",), ("-m", "train")])
-@pytest.mark.parametrize("options", [(), MODELLED])
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (("train.py",), MODELLED),
+        pytest.param(("-m", "train"), MODELLED, marks=SWEEP),
+        pytest.param(("train.py",), (), marks=SWEEP),
+        pytest.param(("-m", "train"), (), marks=SWEEP),
+    ],
+)
 def test_the_stack_begins_with_the_program(options: tuple[str, ...], program: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(STACK)
     plain, ours = python(tmp_path, *program), run(tmp_path, "--quiet", *options, *program)

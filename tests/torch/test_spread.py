@@ -16,10 +16,18 @@ import keepbusy
 Found = dict[str, Any]
 
 
-def found_by(ranks: int) -> Found:
-    finished = warm().python(
-        "spread_ranks.py", cwd=Path(__file__).parent, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, ranks=ranks
-    )
+SWEEP = pytest.mark.sweep(room="runtime")
+QUICK = (
+    *("packed", "packed layers", "states from before", "sequences", "dropout", "dropout of ranks that share layers"),
+    *("ResNet", "encoder", "scaler", "loader", "tied over blocks", "read by another", "unused", "kept whole", "errors"),
+)
+SWEPT = ("GPT", "accumulate", "norms of the optimizer", "without an example", "transformers", "timm")
+"""In all layouts what the quick ones train in some, and what takes long."""
+
+
+def found_by(ranks: int, *names: str) -> Found:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    finished = warm().python("spread_ranks.py", *names, cwd=Path(__file__).parent, env=environment, ranks=ranks)
     assert finished.returncode == 0, finished.stderr[-5000:]
     return json.loads(finished.stdout) | {"told": finished.stderr}
 
@@ -27,7 +35,13 @@ def found_by(ranks: int) -> Found:
 @pytest.fixture(scope="module")
 def two() -> Found:
     """What two ranks over gloo found: `spread_ranks.py`."""
-    return found_by(2)
+    return found_by(2, *QUICK)
+
+
+@pytest.fixture(scope="module")
+def more() -> Found:
+    """What two ranks found in addition."""
+    return found_by(2, *SWEPT)
 
 
 @pytest.fixture(scope="module")
@@ -48,40 +62,52 @@ def assert_like_one_process(found: Found, layouts: int, tolerance: float = 1e-5)
     [
         ("ResNet", 4),
         ("encoder", 5),
-        ("without an example", 4),
         ("tied over blocks", 1),
         ("read by another", 1),
-        ("norms of the optimizer", 3),
     ],
 )
 def test_two_ranks_have_the_losses_of_one_process(two: Found, name: str, layouts: int) -> None:
     assert_like_one_process(two[name], layouts)
 
 
+@SWEEP
+@pytest.mark.parametrize(("name", "layouts"), [("without an example", 4), ("norms of the optimizer", 3)])
+def test_so_they_have_without_an_example_and_with_an_optimizer_of_norms(more: Found, name: str, layouts: int) -> None:
+    assert_like_one_process(more[name], layouts)
+
+
+@SWEEP
 @pytest.mark.parametrize("library", ["transformers", "timm"])
-def test_a_public_model_trains_as_it_comes(two: Found, library: str) -> None:
-    if missing := two[library].get("missing"):
+def test_a_public_model_trains_as_it_comes(more: Found, library: str) -> None:
+    if missing := more[library].get("missing"):
         pytest.skip(f"{missing} is not installed")
-    assert_like_one_process(two[library], 2)
+    assert_like_one_process(more[library], 2)
 
 
-@pytest.mark.parametrize(("ranks", "kind", "layouts"), [(2, "GPT", 5), (2, "packed layers", 3), (4, "GPT", 4)])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "layouts"),
+    [
+        ("two", "packed layers", 3),
+        pytest.param("more", "GPT", 5, marks=SWEEP),
+        pytest.param("four", "GPT", 4, marks=SWEEP),
+    ],
+)
 def test_it_trains_in_each_layout_and_a_checkpoint_is_read_by_another(
-    ranks: int, kind: str, layouts: int, request: Any
+    ranks: str, kind: str, layouts: int, request: Any
 ) -> None:
-    found = request.getfixturevalue({2: "two", 4: "four"}[ranks])[kind]
+    found = request.getfixturevalue(ranks)[kind]
     assert_like_one_process(found["trained"], layouts)
     assert_like_one_process(found["resumed"], layouts + 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SWEEP)])
 def test_learning_rates_schedules_and_momenta_of_each_group_go_along(ranks: int, request: Any) -> None:
     found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["states from before"]
     assert_like_one_process(found, {2: 5, 4: 4}[ranks])
     assert found["shard=3"][-2:] == pytest.approx([0.25e-3, 0.75e-3])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SWEEP)])
 def test_a_layer_that_holds_several_is_cut_through_each_of_them(ranks: int, request: Any) -> None:
     """Queries, keys and values of equal width, of fewer keys, and head by head; a gate and what it gates."""
     found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["packed"]
@@ -91,7 +117,7 @@ def test_a_layer_that_holds_several_is_cut_through_each_of_them(ranks: int, requ
     assert found["own"], "a state has the rows in the model's own order"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SWEEP)])
 @pytest.mark.parametrize("kind", ["GPT", "packed"])
 def test_pieces_of_sequences_train_as_whole_ones(ranks: int, kind: str, request: Any) -> None:
     found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["sequences"]
@@ -99,8 +125,9 @@ def test_pieces_of_sequences_train_as_whole_ones(ranks: int, kind: str, request:
     assert found["repeated that drops"] == pytest.approx(found["GPT that drops"], rel=1e-5)
 
 
-def test_accumulation_defers_in_each_layout(two: Found) -> None:
-    assert_like_one_process(two["accumulate"], 5)
+@SWEEP
+def test_accumulation_defers_in_each_layout(more: Found) -> None:
+    assert_like_one_process(more["accumulate"], 5)
 
 
 def test_a_scaler_skips_on_all_ranks_what_overflows_on_one(two: Found) -> None:
@@ -112,6 +139,13 @@ def test_ranks_of_other_rows_drop_others(two: Found) -> None:
     assert len(set(two["dropout"]["outside"])) == 2
 
 
+def test_two_ranks_that_share_layers_drop_the_same_but_within_their_shares(two: Found) -> None:
+    found = two["dropout of ranks that share layers"]
+    assert found["outside"][0] == found["outside"][1]
+    assert found["inside"][0] != found["inside"][1]
+
+
+@SWEEP
 def test_ranks_that_share_layers_drop_the_same_but_within_their_shares(four: Found) -> None:
     outside, inside = four["dropout"]["outside"], four["dropout"]["inside"]
     assert outside[0] == outside[1] != outside[2] == outside[3]

@@ -203,6 +203,12 @@ def test_results_that_are_too_small_grow_and_the_others_are_written() -> None:
     assert (right.tolist(), small.tolist()) == ([5.0, 7.0], [1, 0])
 
 
+def test_what_the_host_has_no_kernel_for_is_written_where_it_was_asked_for() -> None:
+    counts = torch.zeros(2, dtype=torch.int64).cuda()
+    torch.histc(torch.tensor([1, 2, 7]).cuda(), 2, 0, 8, out=counts)
+    assert counts.tolist() == [2, 1]
+
+
 def test_an_encoder_layer_at_inference_is_taken_apart() -> None:
     torch.manual_seed(0)
     layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(3, 5, 16)

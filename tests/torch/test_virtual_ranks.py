@@ -252,7 +252,7 @@ def test_ranks_that_the_program_spawns_itself_are_in_the_report(run) -> None:
 def test_every_collective_moves_the_right_values(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    done = run(COLLECTIVES, before=("--ranks", "2"), agent=True)
+    done = run(COLLECTIVES, before=("--ranks", "2", "--quiet"), agent=True)
     assert done.returncode == 0, done.stderr
     left = {one.name for one in (tmp_path / "temporary").iterdir()}
     assert left <= {"torchinductor_root"}, "torchrun's own logs would stay"
@@ -371,13 +371,13 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("script", [BY_HOST, BESIDE_NCCL], ids=["alone", "beside_nccl"])
 def test_gloo_takes_tensors_of_the_gpu_through_the_host(run, script: str) -> None:
-    done = run(script, before=("--ranks", "2"))
+    done = run(script, before=("--ranks", "2", "--quiet"))
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == ["fine 0", "fine 1"]
 
 
 def test_groups_messages_and_objects_among_four_ranks(run) -> None:
-    done = run(AMONG_FOUR, before=("--ranks", "4"))
+    done = run(AMONG_FOUR, before=("--ranks", "4", "--quiet"))
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("fine")) == [
         f"fine {rank}" for rank in range(4)
@@ -405,14 +405,17 @@ else:
 """
 
 
-@pytest.mark.parametrize("end", ["dist.destroy_process_group()", ""])
+@pytest.mark.parametrize(
+    "end", ["dist.destroy_process_group()", pytest.param("", marks=pytest.mark.sweep(room="virtual"))]
+)
 def test_a_rank_that_is_done_ends_once_its_message_is_taken(run, end: str) -> None:
     done = run(LEAVES.replace("{end}", end), before=("--ranks", "2", "--clock", "modelled"))
     assert (done.returncode, "all of it is here\n" in done.stdout) == (0, True), done.stderr
 
 
+@pytest.mark.sweep(room="virtual")
 def test_tensor_parallel_training_is_that_of_one_device(run) -> None:
-    done = run(TENSOR_PARALLEL, before=("--ranks", "2"))
+    done = run(TENSOR_PARALLEL, before=("--ranks", "2", "--quiet"))
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("same")) == ["same 0", "same 1"]
 
@@ -435,7 +438,7 @@ def test_ranks_agree_on_their_buckets_without_values(run) -> None:
 
 
 def test_sharded_training_gives_the_losses_of_a_plain_run(run) -> None:
-    done = run(SHARDED, before=("--ranks", "2"))
+    done = run(SHARDED, before=("--ranks", "2", "--quiet"))
     assert done.returncode == 0, done.stderr
 
 
@@ -463,6 +466,7 @@ def test_when_a_rank_fails_the_report_says_which_and_where(run) -> None:
     assert done.stdout.lstrip("\n").startswith("Rank 1 failed with ValueError at train.py:11 after ")
 
 
+@pytest.mark.sweep(room="virtual")
 @pytest.mark.parametrize("script", ["raise ValueError('one died')\n"])
 def test_a_rank_that_dies_ends_the_others_with_its_message(run, script: str) -> None:
     done = run(script, before=("--ranks", "2"))

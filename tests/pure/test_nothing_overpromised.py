@@ -1,11 +1,10 @@
-"""Programs that were met for the first time live on H200: mechanisms that their recordings showed to be missing."""
+"""No plan promises what the program does not have to gain: recordings of the fourth set, made live on H200."""
 
 from __future__ import annotations
 
 import functools
 import json
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -33,9 +32,6 @@ def test_a_loader_that_the_run_never_waited_for_is_not_blamed() -> None:
     case = "graph_pooling"
     assert "input_late" not in {one.cause for one in told(case).causes}
     assert told(case).causes[0].sites[0].where.line == 62
-    with patch("keepbusy.explain.plain._with_ready_batches", lambda window, _: window):
-        other = explain(load(FOURTH / f"{case}.busy"))
-    assert not other.causes or other.causes[0].cause == "input_late"
 
 
 def test_workers_do_not_make_a_turn_shorter_than_what_the_gpu_computes_in_it() -> None:

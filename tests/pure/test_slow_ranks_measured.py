@@ -1,13 +1,13 @@
-"""The third set as it was met live on H200 (`benchmarks/stalls/third`): what its recordings showed to be missing.
+"""Slow loaders and exchanged objects of several ranks, and a window on another loop, as measured on H200.
 
-Seconds that the authors' fixes saved are of single pairs of runs, in stallbench/whole-runs.md.
+Recordings of `benchmarks/stalls/third`. Seconds that the authors' fixes saved are of single pairs of runs, in
+stallbench/whole-runs.md.
 """
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from told import cause, explained
@@ -29,10 +29,6 @@ def test_a_loader_of_one_rank_is_as_slow_as_the_whole_run_shows_it() -> None:
     assert late.where.line == 46
     assert late.what.startswith("Rank 1 waits")
     assert sum(one.run_gain for one in said.plan) / 1e9 == pytest.approx(2.4, rel=0.15)
-    with patch("keepbusy.explain.step_analysis.fed_as_usual", lambda window, _: window):
-        other = explained(load(THIRD / "slow_loader_rank1.busy"))
-    # all of the step would be stretched, what the GPU computes as well
-    assert other.ledger["computing"] > 1.3 * said.ledger["computing"]
 
 
 def test_objects_that_travel_every_step_are_named() -> None:
