@@ -38,6 +38,7 @@ function headline(analysis: Analysis): HTMLElement {
     element("h1", { text: analysis.headline || analysis.statement }),
     analysis.headline ? fix : null,
     analysis.headline ? element("p", { text: analysis.statement }) : null,
+    ...analysis.races.map((race) => element("p", { class: "race", text: `Data race: ${race}` })),
   );
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from build import HOME, MB, Run
 
 from keepbusy.explain import explain
 from keepbusy.explain.comparison import compare
@@ -19,6 +21,8 @@ from keepbusy.report import verdict
 from keepbusy.report.page import render, render_both
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import MemoryUse
+from keepbusy.timeline.races import STREAMS as BETWEEN_STREAMS
+from keepbusy.timeline.races import DataRace, RacingUse
 from keepbusy.timeline.run_facts import IMPORTS, LOOP, RUN, Part
 from keepbusy.timeline.steps import one_turn
 from keepbusy.traces import read
@@ -521,6 +525,70 @@ def test_two_streams_are_two_rows_with_boxes_named_by_the_users_lines(opened: An
         ["stream 7 (compute)", ["result = batch @ weights"]],
         ["stream 8 (copies)", ['on_gpu = batch.to("cuda", non_blocking=True)']],
     ]
+
+
+SEEN = """() => {
+  const { above } = keepbusy.panel, { scene } = above;
+  return { events: above.events().length, missing: scene.missing.length };
+}"""
+RED = """() => {
+  const { canvas } = keepbusy.panel.above;
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let found = 0;
+  for (let at = 0; at < data.length; at += 4) found += data[at] === 0xc4 && data[at + 1] === 0 && data[at + 2] === 0x2f;
+  return found;
+}"""
+NAMED = """() => {
+  const streams = keepbusy.panel.above.scene.tracks.filter(track => track.boxes);
+  return streams.map(({ label, boxes }) => [label, boxes.count, boxes.boxes.count]);
+}"""
+
+
+def on_paper(body: Callable[[Run], object], *races: DataRace) -> str:
+    run = Run.of()
+    body(run)
+    return render(explain(one_turn(run.timeline(virtual=True, races=races)), turns=True))
+
+
+def at(line: int) -> list[str]:
+    return [f"script.py({line}): <module>"]
+
+
+def prefetching(run: Run) -> None:
+    for _ in range(3):
+        run.copy(MB, 900, blocking=False, pinned=True, stream=8, at=at(7))
+        run.order(8, 7)
+        run.launch(2_000, at=at(14))
+    run.sync(None, at=at(18))
+
+
+def test_a_short_script_shows_each_run_of_a_line_and_what_waits_for_an_event(opened: Any) -> None:
+    page = opened(on_paper(prefetching))
+    assert page.evaluate(NAMED) == [["stream 8 (copies)", 1, 3], ["stream 7 (compute)", 1, 3]]
+    assert page.evaluate(SEEN)["events"] == 3
+    drawing(page).focus()
+    page.keyboard.press("n")
+    assert page.evaluate(SEEN)["events"] == 0  # while something else is looked at
+    assert page.locator("p.race").count() == 0
+
+
+def test_the_edge_that_a_race_misses_is_drawn_and_said(opened: Any) -> None:
+    def forgetting(run: Run) -> None:
+        run.launch(2_000, stream=7, at=at(7))
+        run.copy(MB, 900, HOME, pinned=True, blocking=False, stream=8, at=at(10))
+        run.sync(8, at=at(11))
+
+    uses = RacingUse("script.py:7", True, "stream 7"), RacingUse("script.py:10", False, "stream 8")
+    page = opened(
+        on_paper(forgetting, DataRace(BETWEEN_STREAMS, *uses, 400, 1, "side.wait_event(ready)", "script.py:10"))
+    )
+    said = "script.py:10 reads memory that script.py:7 may still be writing on stream 7."
+    said = f"{said} Add side.wait_event(ready) before script.py:10."
+    assert page.locator("#headline p.race").inner_text() == f"Data race: {said}"
+    assert page.locator("#timeline p.race").inner_text() == f"✗ {said}"
+    seen = page.evaluate(SEEN)
+    assert (seen["missing"], seen["events"]) == (1, 0)
+    assert page.evaluate(RED) > 20
 
 
 RECTANGLES = """() => [".source", ".drawings", ".source ol", ".source li.chosen"].map(one => {

@@ -89,6 +89,7 @@ FLAGS = {
         "--mend": (None, None, ()),
         "--workers": ("N", None, None),
         "--full": (None, 0, False),
+        "--timeline": (None, 0, False),
         "--json": (None, 0, False),
         "--save": ("RUN.busy", None, None),
         "--quiet": (None, 0, False),

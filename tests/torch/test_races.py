@@ -61,6 +61,28 @@ def test_a_stream_that_does_not_wait_races_and_the_missing_call_is_said() -> Non
     del y
 
 
+def test_the_timeline_calls_streams_as_races_do_where_a_name_is_of_one_stream() -> None:
+    copies = torch.cuda.Stream()
+    several = [made() for made in (torch.cuda.Stream, torch.cuda.Stream)]
+    x = ones(100)
+    for stream in (copies, *several):
+        with torch.cuda.stream(stream):
+            x.add_(1)
+    assert (only().first.stream, only().second.stream) == ("copies", "several[0]")
+    names = {lane.name for lane in MACHINE.timeline().lanes if lane.device == 0}
+    assert {"default stream", "copies", "several[0]", "several[1]"} <= names
+
+
+def test_a_name_of_two_streams_stands_for_none() -> None:
+    def made_on() -> Tensor:
+        twice = torch.cuda.Stream()
+        with torch.cuda.stream(twice):
+            return torch.ones(1, device="cuda")
+
+    made_on(), made_on()
+    assert "twice" not in {lane.name for lane in MACHINE.timeline().lanes}
+
+
 def test_an_event_that_was_recorded_in_between_is_what_to_wait_for() -> None:
     side, x = torch.cuda.Stream(), ones(100)
     with torch.cuda.stream(side):

@@ -64,6 +64,8 @@ export interface Analysis {
   plan: Fix[];
   late: { rank: number; late: number; cause: string; where: Place }[];
   notes: [label: string, sentence: string][];
+  /** Data races, a sentence each. */
+  races: string[];
 }
 
 export interface Part {
@@ -122,6 +124,8 @@ interface Described {
   /** Bytes a nanosecond that the link between host and device carries, where that is known. */
   link: number | null;
   peaks: Peak[];
+  /** Two rows that nothing orders, and which of the analysis' races says that they must be. */
+  missing: [first: number, second: number, race: number][];
 }
 
 export interface Header {

@@ -6,12 +6,14 @@ import { NONE } from "../run/timeline";
 import { duration, kernel, shortened } from "../words";
 import { Paint } from "./paint";
 import { launchRow } from "./releases";
-import { GPU, SPARSE, causeOf, isGap, spanName, type Scene } from "./scene";
+import { GPU, SPARSE, arrival, causeOf, isGap, spanName, type Scene } from "./scene";
 import type { Track } from "./track";
 import type { Viewport } from "./viewport";
 
 const RULER = 22;
 const GAP = 3;
+/** Pixels between streams of which one waits for another. */
+const ROOM_FOR_ARROWS = 17;
 const GROUP = 10;
 const NARROW = 560;
 const WIDE_GUTTER = 122;
@@ -19,6 +21,8 @@ const FEW = 9;
 const LETTER = 5.7;
 /** Pixels: what is narrower bears no text. */
 const LEAST_NAMED = 34;
+const MOST_EVENTS = 24;
+const MISSING = "nothing orders these two";
 const SHORT: Record<string, string> = { "your lines": "lines", "called from": "from", "backward thread": "backward", "loader workers": "workers" };
 const FONT = "11px system-ui, sans-serif";
 
@@ -82,11 +86,13 @@ export class Drawing {
   private lay(): void {
     let y = RULER;
     const few = this.scene.tracks.length <= FEW;
+    const { events, missing } = this.scene;
+    const between = few && events.length + missing.length ? ROOM_FOR_ARROWS : GAP;
     for (const track of this.scene.tracks) {
       if (few) track.height = track.tall;
       if (track.heading) y += y > RULER ? 24 : 16;
       track.y = y;
-      y += track.height + (track.kind === "lines" ? 0 : GAP);
+      y += track.height + (track.kind === "lines" ? 0 : track.kind === "stream" ? between : GAP);
     }
     this.height = y + GROUP;
   }
@@ -176,6 +182,7 @@ export class Drawing {
     this.iterations();
     for (const track of this.scene.tracks) this.track(track);
     this.arrows();
+    this.missing();
     context.restore();
     this.labels();
   }
@@ -245,11 +252,13 @@ export class Drawing {
     const least = (LEAST_NAMED * this.viewport.span) / (this.width - this.gutter);
     for (let box = boxes.at(this.from); box < boxes.count && start[box] < this.from + this.viewport.span; box++) {
       if (what[box] === NONE || end[box] - start[box] < least) continue;
-      const left = Math.max(this.x(start[box]), this.gutter);
-      const shown = Math.min(this.x(end[box]), this.width) - left;
       const isSparse = tone[box] === SPARSE;
       const ink = this.paint.of("stream", tone[box]);
-      this.text(lineIn(this.scene.moment.places[what[box]], Math.floor((shown - 8) / LETTER)), left, shown, track, isSparse ? this.paint.ink : ink.text, !isSparse, ink.fill);
+      for (const [from, to] of runsIn(boxes, box, least)) {
+        const left = Math.max(this.x(from), this.gutter);
+        const shown = Math.min(this.x(to), this.width) - left;
+        this.text(lineIn(this.scene.moment.places[what[box]], Math.floor((shown - 8) / LETTER)), left, shown, track, isSparse ? this.paint.ink : ink.text, !isSparse, ink.fill);
+      }
     }
   }
 
@@ -271,7 +280,8 @@ export class Drawing {
       context.fillRect(left, track.y, shown, track.height);
     }
     const chosen = this.marked.spot;
-    if (shown > LEAST_NAMED && !this.isInBox(track, part)) this.text(this.label(track, part), left, shown, track, ink.text, Boolean(ink.pattern), ink.fill);
+    const name = track.kind === "lines" ? lineIn(this.scene.moment.places[track.parts.what[part]], Math.floor((shown - 8) / LETTER)) : this.label(track, part);
+    if (shown > LEAST_NAMED && !this.isInBox(track, part)) this.text(name, left, shown, track, ink.text, Boolean(ink.pattern), ink.fill);
     context.globalAlpha = 1;
     const same = chosen && chosen.track === track && chosen.part === part;
     if (same || (this.hover && this.hover.track === track && this.hover.part === part)) {
@@ -350,9 +360,30 @@ export class Drawing {
   /** Set by the page, which knows how reports call a cause. */
   causeName: (cause: number) => string = String;
 
+  /** What waits for an event, where few of them are seen; not while something else is looked at. */
+  private events(): Arrow[] {
+    const { scene } = this;
+    if (this.marked.spot) return [];
+    const shown = scene.events.flatMap(([from, to]) =>
+      this.seen(scene.end[from], arrival(scene, to)).map(([fromTime, toTime]): Arrow => ({ from, to, fromTime, toTime, into: true })),
+    );
+    return shown.length <= MOST_EVENTS ? shown : [];
+  }
+
+  /** Two moments as often as both are seen: a GPU that is behind does what iterations before have launched. */
+  private seen(first: number, second: number): [first: number, second: number][] {
+    const { from, scene: { around } } = this;
+    const until = from + this.viewport.span;
+    const [early, late] = [Math.min(first, second), Math.max(first, second)];
+    if (!around) return early >= from && late <= until ? [[first, second]] : [];
+    const found: [number, number][] = [];
+    for (let back = Math.max(0, Math.ceil((late - until) / around)); early - back * around >= from; back++) found.push([first - back * around, second - back * around]);
+    return found;
+  }
+
   private arrows(): void {
     const { context, paint } = this;
-    for (const arrow of this.marked.arrows) {
+    for (const arrow of [...this.events(), ...this.marked.arrows]) {
       const from = this.trackOf(arrow.from);
       const to = this.trackOf(arrow.to);
       if (!from || !to) continue;
@@ -368,16 +399,70 @@ export class Drawing {
       context.moveTo(x1, y1);
       context.bezierCurveTo(x1 + bend, y1 + (down ? 6 : -6), x2 - bend, y2 + (down ? -6 : 6), x2, y2);
       context.stroke();
-      context.setLineDash([]);
-      context.beginPath();
-      context.arc(x1, y1, 2.5, 0, 7);
-      context.fill();
-      context.beginPath();
-      context.moveTo(x2, y2);
-      context.lineTo(x2 - 7, y2 + (down ? -7 : 7) / 1.6);
-      context.lineTo(x2 - 7, y2 + (down ? 3 : -3));
-      context.fill();
+      this.ends(x1, y1, x2, y2, down);
     }
+  }
+
+  /**
+   * From where the first is when the second begins, or from its begin if that comes later: dashed and crossed out, for
+   * nothing orders them.
+   */
+  private missing(): void {
+    const { context, paint, scene } = this;
+    const missing = scene.missing.flatMap(([first, second]) => {
+      const began = scene.start[second];
+      const since = scene.start[first] > began ? scene.start[first] : Math.min(scene.end[first], began);
+      return this.seen(since, began).map((times) => [first, second, ...times]);
+    });
+    for (const [first, second, since, began] of missing) {
+      const from = this.trackOf(first);
+      const to = this.trackOf(second);
+      if (!from || !to) continue;
+      const [x1, x2] = [this.x(since), this.x(began)];
+      const down = to.y > from.y;
+      const [y1, y2] = [from.y + (down ? from.height : 0), to.y + (down ? 0 : to.height)];
+      const [x, y] = [(x1 + x2) / 2, (y1 + y2) / 2];
+      const lines = (dashed: boolean): void => {
+        this.line(x1, y1, x2, y2, dashed);
+        this.line(x - 5, y - 5, x + 5, y + 5);
+        this.line(x - 5, y + 5, x + 5, y - 5);
+      };
+      context.strokeStyle = paint.paper;
+      context.lineWidth = 5;
+      lines(false);
+      context.strokeStyle = context.fillStyle = paint.missing;
+      context.lineWidth = 2;
+      lines(true);
+      this.ends(x1, y1, x2, y2, down);
+      if (Math.abs(y2 - y1) !== ROOM_FOR_ARROWS) continue;
+      const isSlanted = Math.abs(x1 - x2) > 50; // then beside the end of the line
+      context.textAlign = x2 + 11 + MISSING.length * LETTER < this.width ? "left" : "right";
+      context.fillText(MISSING, x2 + (context.textAlign === "left" ? 11 : -11), isSlanted ? y1 + (down ? 6 : -6) : y + 0.5);
+      context.textAlign = "left";
+    }
+  }
+
+  private line(x1: number, y1: number, x2: number, y2: number, dashed = false): void {
+    const { context } = this;
+    context.setLineDash(dashed ? [4, 2] : []);
+    context.beginPath();
+    context.moveTo(x1, y1);
+    context.lineTo(x2, y2);
+    context.stroke();
+  }
+
+  /** The dot at which an arrow begins, and its head. */
+  private ends(x1: number, y1: number, x2: number, y2: number, down: boolean): void {
+    const { context } = this;
+    context.setLineDash([]);
+    context.beginPath();
+    context.arc(x1, y1, 2.5, 0, 7);
+    context.fill();
+    context.beginPath();
+    context.moveTo(x2, y2);
+    context.lineTo(x2 - 7, y2 + (down ? -7 : 7) / 1.6);
+    context.lineTo(x2 - 7, y2 + (down ? 3 : -3));
+    context.fill();
   }
 
   private labels(): void {
@@ -407,12 +492,24 @@ export class Drawing {
   }
 }
 
+/** When a box begins and ends; if each of its runs is wide enough for a name, when each of them does. */
+function runsIn({ parts, boxes }: Track, box: number, least: number): [from: number, to: number][] {
+  const whole: [number, number] = [parts.start[box], parts.end[box]];
+  const found: [number, number][] = [];
+  for (let run = boxes!.at(whole[0]); run < boxes!.count && boxes!.parts.start[run] < whole[1]; run++) {
+    const { start, end } = boxes!.parts;
+    if (end[run] - start[run] < least) return [whole];
+    found.push([start[run], end[run]]);
+  }
+  return found;
+}
+
 /** `21 result = batch @ weights`, as much of it as fits. */
 function lineIn({ source, line, text }: Place, letters: number): string {
   const number = line ? String(line) : "";
   const whole = source && number ? `${number} ${source}` : text.replace(/^about .*\//, "about ").replace(/^.*\//, "");
   if (whole.length <= letters) return whole;
-  if (letters >= number.length + 4) return `${whole.slice(0, letters - 1)}…`;
+  if (letters >= number.length + 4 && (source || !number)) return `${whole.slice(0, letters - 1)}…`;
   return number.length <= letters ? number : "";
 }
 

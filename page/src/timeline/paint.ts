@@ -35,6 +35,7 @@ export class Paint {
   readonly paper: string;
   readonly accent: string;
   readonly released: string;
+  readonly missing: string;
   private readonly inks = new Map<string, Ink>();
   private readonly style: CSSStyleDeclaration;
 
@@ -46,6 +47,7 @@ export class Paint {
     this.paper = this.colour("--panel");
     this.accent = this.colour("--accent");
     this.released = this.colour("--released");
+    this.missing = this.colour("--missing");
   }
 
   of(kind: TrackKind, tone: number): Ink {

@@ -317,7 +317,9 @@ export class TimelinePanel {
 
   private describe(spot: Spot | null, drawing: Drawing): void {
     if (!spot) {
-      this.selected.replaceChildren(element("p", { class: "faint", text: "Click a span or a gap. Keys: n for the next long gap, arrows to move, + and − to zoom. Click the timeline to zoom with the wheel." }));
+      const { moment, missing } = drawing.scene;
+      const races = missing.length ? moment.missing.map(([, , race]) => element("p", { class: "race", text: `✗ ${moment.analysis.races[race]}` })) : [];
+      this.selected.replaceChildren(...races, element("p", { class: "faint", text: "Click a span or a gap. Keys: n for the next long gap, arrows to move, + and − to zoom. Click the timeline to zoom with the wheel." }));
       return;
     }
     const { scene } = drawing;

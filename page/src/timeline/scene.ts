@@ -5,7 +5,7 @@ import { byLane } from "../run/block";
 import { apply, together } from "../run/edit";
 import { launchOf, steady } from "../run/replay";
 import type { Moment } from "../run/run";
-import { Kind, NONE, firstMarks, isCommand, numbered, ranksOf, type Lane, type Timeline } from "../run/timeline";
+import { Kind, LinkKind, NONE, firstMarks, isCommand, numbered, ranksOf, type Lane, type Timeline } from "../run/timeline";
 import { kernel } from "../words";
 import { Track, type TrackKind } from "./track";
 
@@ -27,6 +27,10 @@ export interface Scene {
   step: number;
   tracks: Track[];
   fixed: number[];
+  /** Rows of streams and the rows that wait for them by an event. */
+  events: [from: number, to: number][];
+  /** The same where a data race says that it must be so, and nothing sees to it. */
+  missing: [first: number, second: number][];
 }
 
 /** As it was recorded: slower than it runs alone, for recording takes time of its own. */
@@ -73,10 +77,26 @@ function scene(
   let length = 0;
   for (let row = 0; row < timeline.rows; row++) length = Math.max(length, end[row]);
   const iterations = marks.map((row, number) => ({ start: start[row], number: number + 1 }));
-  const view: Scene = { moment, timeline, base, here, start, end, length, around, iterations, busy: spent, step: 0, tracks: [], fixed };
+  const view: Scene = { moment, timeline, base, here, start, end, length, around, iterations, busy: spent, step: 0, tracks: [], fixed, events: eventsOf(moment, timeline, base), missing: [] };
+  view.missing = moment.missing.map(([first, second]): [number, number] => [here[first], here[second]]).filter((rows) => !rows.includes(NONE));
   view.tracks = tracksOf(view);
   return view;
 }
+
+/** Two copies of one direction share a copy engine, and wait for each other as well: that is no event of the program's. */
+function eventsOf(moment: Moment, { links, lane, kind }: Timeline, base: Int32Array): [number, number][] {
+  const found: [number, number][] = [];
+  for (let link = 0; link < links.kind.length; link++) {
+    const [source, target] = [links.source[link], links.target[link]];
+    if (links.kind[link] !== LinkKind.ORDER || lane[source] === lane[target] || !isCommand(kind[source]) || source > target) continue;
+    const copies = kind[source] === Kind.COPY && kind[target] === Kind.COPY;
+    if (!copies || moment.direction[base[source]] !== moment.direction[base[target]]) found.push([source, target]);
+  }
+  return found;
+}
+
+/** When what released a row lets it go on: a sync goes on at its end. */
+export const arrival = ({ timeline, start, end }: Scene, row: number): number => (isCommand(timeline.kind[row]) || timeline.kind[row] !== Kind.SYNC ? start[row] : end[row]);
 
 /** What workers prepare runs ahead of everything in a replay, for nothing holds it up; it is drawn where it is used. */
 function bringSideLanesBack(timeline: Timeline, start: Float64Array, end: Float64Array): void {
@@ -114,6 +134,7 @@ function tracksOf(view: Scene): Track[] {
   const ranks = ranksOf(timeline);
   const launch = launchOf(timeline);
   const iteration = iterationsOf(timeline);
+  const visit = visitsOf(view);
   const tracks: Track[] = [];
   for (const rank of ranks) {
     const lanes = timeline.lanes.flatMap((lane, index) => (lane.rank === rank && rows[index].length ? [index] : []));
@@ -136,7 +157,8 @@ function tracksOf(view: Scene): Track[] {
     for (const index of of(false)) {
       const parts = spans(view, rows[index]);
       const label = streamName(timeline.lanes[index], roleOf(view, rows[index]));
-      add("stream", label, index, parts, new Track("stream", rank, index, label, "", boxesOf(view, parts, launch, iteration)));
+      const { boxes, runs } = boxesOf(view, parts, launch, iteration, visit);
+      add("stream", label, index, parts, new Track("stream", rank, index, label, "", boxes, new Track("stream", rank, index, label, "", runs)));
     }
   }
   return tracks;
@@ -155,7 +177,14 @@ function hostName(name: string, main: boolean): string {
   return main ? "Python" : name.includes("autograd") ? "backward thread" : "other thread";
 }
 
-const streamName = ({ name, number }: Lane, role: string): string => SIDE[name] ?? `${name || `stream ${number}`} (${role})`;
+const LONGEST_NAME = 19;
+
+/** `copies`, `side (copies)`, `stream 8 (copies)`, `default (compute)`. */
+function streamName({ name, number }: Lane, role: string): string {
+  if (SIDE[name] || name === role) return SIDE[name] ?? name;
+  const whole = `${name || `stream ${number}`} (${role})`;
+  return whole.length <= LONGEST_NAME ? whole : `${name.replace(/ stream$/, "")} (${role})`;
+}
 
 /** What a stream does most of its time. */
 function roleOf({ timeline, start, end }: Scene, rows: Int32Array): string {
@@ -242,12 +271,41 @@ function iterationsOf(timeline: Timeline): Int32Array {
   return begun;
 }
 
+/** Of each row, how often its thread has come to a line: its rows there, until another line has rows, are one visit. */
+function visitsOf({ timeline, base, moment }: Scene): Int32Array {
+  const visit = new Int32Array(timeline.rows);
+  const at = timeline.lanes.map(() => ({ place: NONE, number: 0 }));
+  for (let row = 0; row < timeline.rows; row++) {
+    const place = moment.place[base[row]];
+    const its = at[timeline.lane[row]];
+    if (place !== NONE && place !== its.place) [its.place, its.number] = [place, its.number + 1];
+    visit[row] = its.number;
+  }
+  return visit;
+}
+
 /** The tone of a box that is mostly idle. */
 export const SPARSE = 255;
 
-/** Neighbours on a stream that one line launched in one iteration. */
-function boxesOf({ base, moment }: Scene, { start, end, tone, what }: Parts, launch: Int32Array, iteration: Int32Array): Parts {
-  const found = { start: [] as number[], end: [] as number[], tone: [] as number[], what: [] as number[] };
+class Growing {
+  readonly start: number[] = [];
+  readonly end: number[] = [];
+  readonly tone: number[] = [];
+  readonly what: number[] = [];
+
+  get parts(): Parts {
+    return { start: new Float64Array(this.start), end: new Float64Array(this.end), tone: new Uint8Array(this.tone), what: new Int32Array(this.what) };
+  }
+}
+
+/**
+ * Neighbours on a stream that one line launched in one iteration. And what each of these boxes is made of: a run of its
+ * line each, or if all its commands are alike each of them.
+ */
+function boxesOf({ base, moment }: Scene, { start, end, tone, what }: Parts, launch: Int32Array, iteration: Int32Array, visit: Int32Array): { boxes: Parts; runs: Parts } {
+  const found = new Growing();
+  const runs = new Growing();
+  const first: number[] = [];
   let before = NONE;
   let busy = 0;
   for (let part = 0; part < what.length; part++) {
@@ -264,10 +322,27 @@ function boxesOf({ base, moment }: Scene, { start, end, tone, what }: Parts, lau
       found.end.push(end[part]);
       found.tone.push(tone[part]);
       found.what.push(place);
+      first.push(part);
     }
     before = by === NONE ? NONE : iteration[by];
   }
-  return { start: new Float64Array(found.start), end: new Float64Array(found.end), tone: new Uint8Array(found.tone), what: new Int32Array(found.what) };
+  first.forEach((from, box) => {
+    const until = first[box + 1] ?? what.length;
+    const name = (part: number) => moment.name[base[what[part]]];
+    const run = (part: number) => (launch[what[part]] === NONE ? NONE : visit[launch[what[part]]]);
+    let alike = true;
+    for (let part = from; part < until; part++) alike &&= name(part) === name(from);
+    for (let part = from; part < until; part++) {
+      if (part > from && !alike && run(part) === run(part - 1)) runs.end[runs.end.length - 1] = Math.max(runs.end[runs.end.length - 1], end[part]);
+      else {
+        runs.start.push(start[part]);
+        runs.end.push(end[part]);
+        runs.tone.push(found.tone[box]);
+        runs.what.push(found.what[box]);
+      }
+    }
+  });
+  return { boxes: found.parts, runs: runs.parts };
 }
 
 /** Tones of a GPU: at work, gaps by their cause, and copies and collectives that a cause says should run beside. */

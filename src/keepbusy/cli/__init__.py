@@ -304,6 +304,10 @@ def add_what_if(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mend", dest="what_if", type=causes, default=(), help=argparse.SUPPRESS)
 
 
+def add_timeline(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--timeline", action="store_true", help="draw one iteration below the report, in characters")
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
     from keepbusy.timeline.run_facts import USUAL_WORKERS
 
@@ -594,16 +598,16 @@ def _rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Comma
         return as_json.render(diagnosis)
     from keepbusy.report import terminal, verdict
 
+    width, looks = shape.width, {"colour": shape.colour, "unicode": shape.unicode}
     if options.full:
-        return terminal.render_full(
-            diagnosis,
-            shape.width,
-            colour=shape.colour,
-            unicode=shape.unicode,
-            commands=commands,
-            wrap=shape.is_terminal,
-        )
-    return verdict.render(diagnosis, commands, shape.width, colour=shape.colour, unicode=shape.unicode)
+        text = terminal.render_full(diagnosis, width, commands=commands, wrap=shape.is_terminal, **looks)
+    else:
+        text = verdict.render(diagnosis, commands, width, **looks)
+    if getattr(options, "timeline", False):
+        from keepbusy.report import turn_drawing
+
+        text = f"{text}\n\n{turn_drawing.render(diagnosis, width, **looks)}"
+    return text
 
 
 def rendered_fixed(diagnosis: Diagnosis, fixed: list[str], commands: Commands, shape: Screen) -> str:

@@ -15,6 +15,7 @@ from keepbusy.cli import (
     READ,
     add_amount,
     add_plain_step,
+    add_timeline,
     add_what_if,
     add_workers,
     amount,
@@ -29,8 +30,6 @@ from keepbusy.cli import (
     progress,
     rendered,
     save,
-    screen,
-    where_it_ran,
 )
 from keepbusy.timeline import figures, last_run
 from keepbusy.timeline.files import BadInput
@@ -64,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_what_if(parser)
     add_workers(parser)
     add_amount(parser)
-    parser.add_argument("--timeline", action="store_true", help="draw one iteration below the report, in characters")
+    add_timeline(parser)
     parser.add_argument("--hours", type=amount, metavar="H", help="what the plan saves of a run of so many hours")
     parser.add_argument(
         "--price", type=amount, metavar="P", default=0.0, help="of an hour of one GPU, to say what that is worth"
@@ -99,12 +98,6 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.save:
         save(timeline, options.plain_step, options.save)
     below = list[str]()
-    if options.timeline and not options.json:
-        from keepbusy.report import turn_drawing
-
-        shape = screen()
-        with where_it_ran(diagnosis):
-            below.append(turn_drawing.render(diagnosis, shape.width, colour=shape.colour, unicode=shape.unicode))
     if options.hours and not options.json:
         from keepbusy.report.run_report import of_a_long_run
 

@@ -21,6 +21,7 @@ from keepbusy.cli import (
     MOST_RANKS,
     add_machine,
     add_program,
+    add_timeline,
     add_what_if,
     add_workers,
     check_name,
@@ -92,6 +93,7 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     add_what_if(parser)
     add_workers(parser)
     parser.add_argument("--full", action="store_true", help="print the whole report, not only its first ten lines")
+    add_timeline(parser)
     parser.add_argument(
         "--json", action="store_true", help="print JSON instead; what the program prints goes to stderr then"
     )
@@ -383,7 +385,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
 
 _HANDED_ON = (
     "on", "clock", "values", "clocks", "what_if", "workers", "full", "json", "live", "fix", "without", "also",
-    "quiet", "memory", "against", "save", "page",
+    "quiet", "memory", "against", "save", "page", "timeline",
 )  # fmt: skip
 """Flags that each rank is given, too."""
 
@@ -411,7 +413,8 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         )
     if options.quiet and not options.page:
         return
-    diagnosis = keepbusy.explain(timeline, None, options.what_if, options.workers, turns=options.page is not None)
+    is_drawn = options.page is not None or options.timeline
+    diagnosis = keepbusy.explain(timeline, None, options.what_if, options.workers, turns=is_drawn)
     if options.page:
         write_page(diagnosis, options.page_at, Path(options.script).name)
     if options.quiet:

@@ -1,14 +1,15 @@
 """Iterations drawn in characters: host threads, the GPU with its idle times numbered by cause, and a line a stream.
 
-Python              ''~~~~~~~~~~~~~~~~~~
-GPU                 ████████████████████
-stream 7 (compute)  [21 result = batch][
-stream 8 (copies)   ─[10 batch.to(]─────
+Python              ''~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+GPU                 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓█████████████████
+compute             ─────after 10▸21 result = batch][
+copies              [10 batch.to(]───────────────────
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +17,12 @@ from rich.text import Text
 
 from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import Diagnosis, Turns
-from keepbusy.report import words
+from keepbusy.report import edges, race_words, words
 from keepbusy.report.paper import FAINT, STRONG, laid_out, line, unbroken
 from keepbusy.report.source import source_of
 from keepbusy.report.words import look
 from keepbusy.timeline.figures import duration
-from keepbusy.timeline.model import NONE, WORKERS, Ints, Kind, Lane, LinkKind, Mask
+from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Ints, Kind, Lane, Mask
 from keepbusy.timeline.replay import at_work_from, run, steady
 
 MARGIN = 22
@@ -31,6 +32,10 @@ WORTH_A_NUMBER = 0.01
 """Of what is drawn: idle times of a cause and a line that take less are not named below it."""
 LEAST_BOX = 4
 """Cells: `[21]`."""
+FEW_LAUNCHES = 0.25
+"""Of the cells: as many launches as that are each drawn, however short they are."""
+MOST_WAITS = 8
+"""Who waits for whom is listed below a drawing that has no more of it."""
 _HOST = {Kind.WORK: "·", Kind.LAUNCH: "'", Kind.SYNC: "~", Kind.ALLOCATE: "m", Kind.RECORDING: " "}
 _DEVICE = {Kind.KERNEL: "computing", Kind.COPY: "copying", Kind.FILL: "copying", Kind.COLLECTIVE: "collective"}
 
@@ -52,6 +57,11 @@ class Cells(NamedTuple):
         inside = np.append(start, np.inf)[at]
         return np.diff(before[at] + np.maximum(0.0, edges - inside))
 
+    def holding(self, moments: Ints) -> Ints:
+        """Which cells these moments are in, of those that are drawn."""
+        cell = np.floor((moments - self.begin) * self.columns / self.length).astype(np.int64)
+        return cell[(cell >= 0) & (cell < self.columns)]
+
 
 class RowTimes(NamedTuple):
     """Rows as often as they run in the window that is drawn, and when."""
@@ -59,6 +69,23 @@ class RowTimes(NamedTuple):
     row: Ints
     start: Ints
     end: Ints
+
+
+class DrawnWait(NamedTuple):
+    """What a command waits for, or should wait for: the mark that its box opens with, and a word in front of it."""
+
+    mark: str
+    words: tuple[str, ...]  # the longest first
+    colour: str
+
+
+class Box(NamedTuple):
+    """Commands in a row that one line launched."""
+
+    first: int  # its first cell, and the one after its last
+    last: int
+    where: Where
+    rows: list[int]  # where they stand among the rows that are drawn
 
 
 class DrawnTime(NamedTuple):
@@ -80,8 +107,9 @@ def render(diagnosis: Diagnosis, width: int, colour: bool = False, unicode: bool
     numbered = _numbered(turns, window.rows, cells)
     what = "The script" if diagnosis.one_turn else "One iteration" if window.iterations == 1 else "Two iterations"
     parts = [line((what, STRONG), f", {duration(round(window.length * turns.ratio))}"), line("")]
-    parts += [_ruler(cells, turns.ratio), *_lanes(turns, window.rows, cells, numbered, unicode), line("")]
-    parts += [*_meanings(diagnosis, turns, numbered, window), _key()]
+    waits, listed = _waits(diagnosis, turns, window, unicode)
+    parts += [_ruler(cells, turns.ratio), *_lanes(turns, window.rows, cells, numbered, waits, unicode), line("")]
+    parts += [*_meanings(diagnosis, turns, numbered, window), *listed, _key()]
     return laid_out(parts, width, colour, unicode)
 
 
@@ -134,13 +162,15 @@ def _numbered(turns: Turns, laid: RowTimes, cells: Cells) -> dict[tuple[str, Whe
 
 
 def _lanes(
-    turns: Turns, laid: RowTimes, cells: Cells, numbered: dict[tuple[str, Where | None], int], unicode: bool
+    turns: Turns,
+    laid: RowTimes,
+    cells: Cells,
+    numbered: dict[tuple[str, Where | None], int],
+    waits: Mapping[int, DrawnWait],
+    unicode: bool,
 ) -> Iterator[Text]:
     timeline = turns.timeline
     kind, lane = timeline.spans.kind[laid.row], timeline.spans.lane[laid.row]
-    links, launch = timeline.links, np.full(len(timeline), NONE)
-    launched = links.kind == LinkKind.LAUNCH
-    launch[links.target[launched]] = links.source[launched]
     main = set(timeline.spans.lane[timeline.marks].tolist())
     for rank in timeline.ranks[:MOST_RANKS]:
         for index, about in enumerate(timeline.lanes):
@@ -150,14 +180,14 @@ def _lanes(
             if index in main:
                 yield _row(_named("your lines", rank, timeline.ranks), _line_numbers(turns, laid, mine, cells))
             tones = [(letter, "", mine & (kind == one)) for one, letter in _HOST.items()]
-            yield _row(_lane_name(about, index in main), _drawn(laid, cells, tones))
+            launches = cells.holding(laid.start[mine & (kind == Kind.LAUNCH)])
+            yield _row(_lane_name(about, index in main), _drawn(laid, cells, tones, launches))
         yield _row(_named("GPU", rank, timeline.ranks), _gpu(turns, laid, rank, cells, numbered), STRONG)
         for index, about in enumerate(timeline.lanes):
             mine = lane == index
             if about.rank == rank and mine.any() and about.device is not None:
-                role = _role(kind[mine], (laid.end - laid.start)[mine])
-                name = f"{about.name or f'stream {about.number}'} ({role})"
-                yield _row(name, _stream(turns, RowTimes(*(column[mine] for column in laid)), launch, cells, unicode))
+                name = _stream_name(about, _role(kind[mine], (laid.end - laid.start)[mine]))
+                yield _row(name, _stream(turns, RowTimes(*(column[mine] for column in laid)), waits, cells, unicode))
 
 
 def _named(name: str, rank: int, ranks: list[int]) -> str:
@@ -176,10 +206,13 @@ def _row(name: str, drawn: Text, style: str = FAINT) -> Text:
     )
 
 
-def _drawn(laid: RowTimes, cells: Cells, tones: list[tuple[str, str, Mask]]) -> Text:
-    """In each cell the letter of what takes most of it, if anything takes a third."""
+def _drawn(laid: RowTimes, cells: Cells, tones: list[tuple[str, str, Mask]], launches: Ints) -> Text:
+    """In each cell the letter of what takes most of it, if anything takes a third. Of a few launches each is drawn."""
     taken = np.array([cells.taken(laid.start[mine], laid.end[mine]) for _, _, mine in tones])
-    return _text(cells, taken, [(letter, style) for letter, style, _ in tones])
+    letters = _letters(cells, taken, [(letter, style) for letter, style, _ in tones])
+    for cell in launches.tolist() if len(launches) <= FEW_LAUNCHES * cells.columns else ():
+        letters[cell] = (_HOST[Kind.LAUNCH], "")
+    return Text.assemble(*letters)
 
 
 def _text(cells: Cells, taken: Ints, letters: list[tuple[str, str]]) -> Text:
@@ -225,41 +258,73 @@ def _role(kind: Ints, time: Ints) -> str:
     )
 
 
-def _stream(turns: Turns, laid: RowTimes, launch: Ints, cells: Cells, unicode: bool) -> Text:
-    """A box for what one line launched in one iteration, with the line's number and text where there is room."""
-    timeline, idle = turns.timeline, "─" if unicode else "-"
-    kind = timeline.spans.kind[laid.row]
-    places = np.array([_DEVICE[one] for one in kind.tolist()])
-    shown = [place for place in dict.fromkeys(_DEVICE.values()) if (places == place).any()]
-    taken = np.array([cells.taken(*_joined(*(time[places == place] for time in laid[1:]))) for place in shown])
-    letters = [(look(place).letter, look(place).colour) for place in shown]
-    drawn = [(idle, FAINT) if cell[0] == " " else cell for cell in _letters(cells, taken, letters)]
-    for first, last, row in _boxes(turns, laid, launch, cells):
-        place = look(_DEVICE[Kind(int(timeline.spans.kind[row]))])
-        name = _line_in(turns.places[turns.place[launch[row]]], last - first - 2)
+def _stream_name(lane: Lane, role: str) -> str:
+    """`copies`, `side (copies)`, `stream 8 (copies)`. Where there is no room it is `default (compute)`."""
+    name = lane.name or f"stream {lane.number}"
+    whole = name if name == role else f"{name} ({role})"
+    return whole if len(whole) <= MARGIN - 2 else f"{name.removesuffix(' stream')} ({role})"
+
+
+def _stream(turns: Turns, laid: RowTimes, waits: Mapping[int, DrawnWait], cells: Cells, unicode: bool) -> Text:
+    """A box for what one line launched in one iteration, with the line's number and text where there is room. In front
+    of it stands what it waits for."""
+    timeline, idle = turns.timeline, ("─" if unicode else "-", FAINT)
+    boxes, kind = list(_boxes(turns, laid, cells)), timeline.spans.kind[laid.row]
+    wide = [box for box in boxes if box.last - box.first >= LEAST_BOX]
+    apart = np.ones(len(laid.row), bool)
+    apart[[at for box in wide for at in box.rows]] = False
+    taken, letters = list[Ints](), []
+    for place in dict.fromkeys(_DEVICE.values()):
+        these = apart & np.isin(kind, [one for one, its in _DEVICE.items() if its == place])
+        taken.append(cells.taken(*_joined(laid.start[these], laid.end[these])))
+        letters.append((look(place).letter, look(place).colour))
+    drawn = [idle if cell[0] == " " else cell for cell in _letters(cells, np.array(taken), letters)]
+    for first, last, where, rows in wide:
+        its = look(_DEVICE[Kind(int(kind[rows[-1]]))])
+        name = _line_in(where, last - first - 2)
         inside = f"{name} " if name and len(name) < last - first - 2 else name
-        text = f"[{inside}{place.letter * (last - first - 2 - len(inside))}]"
-        drawn[first:last] = [(character, place.colour) for character in text]
+        text = f"[{inside}{its.letter * (last - first - 2 - len(inside))}]"
+        drawn[first:last] = [(character, its.colour) for character in text]
+    for first, last, where, rows in boxes:
+        wait = next((waits[row] for row in laid.row[rows].tolist() if row in waits), None)
+        if wait is None or first >= cells.columns:
+            continue
+        is_wide = last - first >= LEAST_BOX
+        beside = drawn[:first][::-1] if is_wide else drawn[max(last, first + 1) :]
+        room = next((at for at, one in enumerate(beside) if one != idle), len(beside))
+        words_shown = wait.words if is_wide else [f" {where.line} {one} " for one in wait.words]
+        word = next((one for one in words_shown if len(one) < room), "")
+        begin = first - len(word) if is_wide else max(last, first + 1)
+        drawn[begin : begin + len(word)] = [(character, wait.colour) for character in word]
+        drawn[first] = (wait.mark, wait.colour)
     return Text.assemble(*drawn)
 
 
-def _boxes(turns: Turns, laid: RowTimes, launch: Ints, cells: Cells) -> Iterator[tuple[int, int, int]]:
-    """The first cell, the one after the last, and a row of each box that is wide enough for a name."""
-    cell, marks = cells.length / cells.columns, turns.timeline.marks
-    boxes = list[tuple[tuple[int, int], float, float, int]]()
-    for row, start, end in zip(*(column.tolist() for column in laid), strict=True):
-        launched_by = int(launch[row])
-        place = int(turns.place[launched_by]) if launched_by != NONE else NONE
-        key = (int(np.searchsorted(marks, launched_by, side="right")), place)
-        if boxes and boxes[-1][0] == key and start - boxes[-1][2] < cell:
-            boxes[-1] = (key, boxes[-1][1], max(end, boxes[-1][2]), row)
-        else:
-            boxes.append((key, start, end, row))
-    for (_, place), start, end, row in boxes:
-        first = max(0, round((start - cells.begin) / cell))
-        last = min(cells.columns, round((end - cells.begin) / cell))
-        if place != NONE and last - first >= LEAST_BOX:
-            yield first, last, row
+def _boxes(turns: Turns, laid: RowTimes, cells: Cells) -> Iterator[Box]:
+    """What one line launched in one iteration. Where all of them are wide enough for a name, each time that the line
+    was run has a box of its own, and so has each command if they are all alike."""
+    cell, timeline, lines = cells.length / cells.columns, turns.timeline, edges.lines_of_rows(turns)
+    launch, visit = np.full(len(timeline), NONE), edges.visits(turns)
+    launch[timeline.launches.target] = timeline.launches.source
+    iteration = np.searchsorted(timeline.marks, launch, side="right")
+    boxes, key, reached = list[list[int]](), (NONE, NONE), 0.0
+    for at, (row, start, end) in enumerate(zip(*(column.tolist() for column in laid), strict=True)):
+        before, key = key, (int(iteration[row]), int(lines[row]))
+        if not boxes or key != before or start - reached >= cell:
+            boxes.append([])
+        boxes[-1].append(at)
+        reached = max(end, reached)
+    for box in boxes:
+        rows = laid.row[box]
+        is_alike = len(set(timeline.spans.name[rows].tolist())) == 1
+        number = dict(zip(box, box if is_alike else visit[launch[rows]].tolist(), strict=True))
+        parts = [list(part) for _, part in groupby(box, number.__getitem__)]
+        are_wide = all(laid.end[part].max() - laid.start[part[0]] >= LEAST_BOX * cell for part in parts)
+        for part in parts if are_wide else [box]:
+            first = max(0, round((laid.start[part[0]] - cells.begin) / cell))
+            last = min(cells.columns, round((laid.end[part].max() - cells.begin) / cell))
+            if lines[rows[0]] != NONE and last >= 0:
+                yield Box(first, last, turns.places[lines[rows[0]]], part)
 
 
 def _line_in(where: Where, room: int) -> str:
@@ -267,7 +332,7 @@ def _line_in(where: Where, room: int) -> str:
     source, number = source_of(where), str(where.line) if where.line else ""
     file = words.tame(where.file.replace("\\", "/").rpartition("/")[2])
     text = f"{number} {source.text}".strip() if source else f"{file}:{number}" if number else words.tame(str(where))
-    if room < len(number) + LEAST_BOX:
+    if room < len(number) + LEAST_BOX or (number and not source and len(text) > room):
         return number if len(number) <= room else ""
     return words.cut(text, room)
 
@@ -320,6 +385,46 @@ def _meanings(
             took = duration(round(lasts * turns.ratio / ranks / window.iterations), diagnosis.plain_step) + per
             colour = f"bold {look(cause).colour}"
             yield Text.assemble((f"{_mark(number, cause)}  ", colour), f"{took}  {look(cause).label}{at}")
+
+
+def _waits(
+    diagnosis: Diagnosis, turns: Turns, window: DrawnTime, unicode: bool
+) -> tuple[dict[int, DrawnWait], list[Text]]:
+    """Of each command that an event holds up what is drawn before it; and below the drawing who waits for whom."""
+    timeline, spans, lines = turns.timeline, turns.timeline.spans, edges.lines_of_rows(turns)
+    is_drawn = np.zeros(len(timeline), bool)
+    is_drawn[window.rows.row[(window.rows.end > window.begin) & (window.rows.start < window.begin + window.length)]] = 1
+    event, missing = ("▸", "✗") if unicode else (">", "!")
+
+    def number(row: int) -> int:
+        return turns.places[lines[row]].line if lines[row] != NONE else 0
+
+    def stream(lane: int) -> str:
+        name = timeline.lanes[lane].name or f"stream {timeline.lanes[lane].number}"
+        return f"the {name}" if name == "default stream" else name
+
+    waits, listed = dict[int, DrawnWait](), dict[str, None]()
+    links = timeline.links.take(edges.event_links(turns))
+    for source, target in sorted(zip(links.source.tolist(), links.target.tolist(), strict=True)):
+        if is_drawn[target] and number(source):
+            after = f"{number(source)} on {stream(spans.lane[source])}"
+            if timeline.on_device[target]:
+                waits[target] = DrawnWait(event, (f"after {after}", f"after {number(source)}"), FAINT)
+                listed |= {
+                    f"{event}  line {number(target)} on {stream(spans.lane[target])} waits for line {after}": None
+                }
+            else:
+                listed |= {f"{_HOST[Kind.SYNC]}  Python waits in line {number(target)} for line {after}": None}
+    for row in np.flatnonzero(is_drawn & (spans.kind == Kind.SYNC) & (spans.awaits != NONE)).tolist():
+        whom = "the whole GPU" if spans.awaits[row] == EVERY_LANE else stream(spans.awaits[row])
+        if number(row):
+            listed |= {f"{_HOST[Kind.SYNC]}  Python waits in line {number(row)} for {whom}": None}
+    below = [Text(one) for one in listed] if len(listed) <= MOST_WAITS else []
+    for one in edges.missing_edges(turns, diagnosis.races):
+        waits[one.second] = DrawnWait(missing, (f"not after {number(one.first)}",), "bold red")
+        said = f"{race_words.sentence(one.race)} {race_words.remedy(one.race)}"
+        below.append(Text.assemble((f"{missing}  ", "bold red"), said))
+    return waits, below
 
 
 def _key() -> Text:

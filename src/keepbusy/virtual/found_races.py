@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import CodeType
 
 from keepbusy.instrument.loop_tree import read_source
 from keepbusy.timeline.frame_roles import Owner, owner_of_file, source_line
+from keepbusy.timeline.model import Lane
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace, RacingUse, joined
 from keepbusy.virtual.accesses import HOST, Accesses, Race
 from keepbusy.virtual.clock.engine import Clock
@@ -24,6 +26,16 @@ class FoundRaces:
 
     def all(self, accesses: Accesses) -> tuple[DataRace, ...]:
         return joined(self._race(race, accesses.times[key]) for key, race in accesses.races.items())
+
+    def named(self, lanes: Sequence[Lane]) -> tuple[Lane, ...]:
+        """With streams called as the program calls them, where a name is that of one stream alone."""
+        names = [lane.name if lane.device is None else self._stream(number) for number, lane in enumerate(lanes)]
+        names = [name.removeprefix("the ") for name in names]
+        often = Counter((lane.device, name) for lane, name in zip(lanes, names, strict=True))
+        return tuple(
+            lane._replace(name=name) if often[lane.device, name] == 1 else lane
+            for lane, name in zip(lanes, names, strict=True)
+        )
 
     def _race(self, race: Race, times: int) -> DataRace:
         first, second = race.first, race.second
@@ -90,7 +102,7 @@ def _assigned(file: str, line: int, ordinal: int) -> str:
         return ast.unparse(target.elts[ordinal % len(target.elts)])
     if isinstance(value, ast.ListComp | ast.List | ast.Tuple):
         return f"{ast.unparse(target)}[{ordinal}]"
-    return ast.unparse(target) if isinstance(value, ast.Call) else ""
+    return ast.unparse(target) if isinstance(value, ast.Call | ast.IfExp) else ""
 
 
 def program_tree(file: str) -> ast.Module:

@@ -438,6 +438,7 @@ class Machine:
     def timeline(self, **facts: Any) -> Timeline:
         """The run so far, with its tree of loops where it used a device. `facts` join those that are known here."""
         whole = self.clock.timeline(**{**self.facts(), **facts})
+        whole = whole.change(lanes=FoundRaces(self.clock, self.places.lines).named(whole.lanes))
         if self.loops is None or not whole.on_device.any():
             return whole
         lane, wires = self.clock.first_thread.lane, self.clock.wires

@@ -24,7 +24,8 @@ from keepbusy.causes import LEDGER
 from keepbusy.causes.places import Where
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Turns
-from keepbusy.report import run_report, verdict, words
+from keepbusy.report import race_words, run_report, verdict, words
+from keepbusy.report.edges import missing_edges
 from keepbusy.report.source import fix_line, source_of, text_of
 from keepbusy.report.words import look, tame
 from keepbusy.timeline.busy_file import LENGTH, pack
@@ -49,7 +50,10 @@ def block_of(diagnosis: Diagnosis, source: str, more: Mapping[str, Any] | None =
     moments = {}
     for number, one in enumerate([diagnosis, *(loop.diagnosis for loop in diagnosis.loops)]):
         if one.turns is not None:
-            moments[str(number)] = _moment(one.turns)
+            missing = [
+                [first, second, one.races.index(race)] for first, second, race in missing_edges(one.turns, one.races)
+            ]
+            moments[str(number)] = _moment(one.turns) | {"missing": missing}
             tables |= {f"{number}.{name}": table for name, table in _tables(one, one.turns).items()}
     packed, described = [], {}
     for name, table in tables.items():
@@ -123,6 +127,7 @@ def _analysis(diagnosis: Diagnosis) -> dict[str, Any]:
             for one in diagnosis.late
         ],
         "notes": [[label, _text(sentence)] for label, sentence in run_report.margin(diagnosis)],
+        "races": [_text(f"{race_words.sentence(one)} {race_words.remedy(one)}") for one in diagnosis.races],
     }
 
 

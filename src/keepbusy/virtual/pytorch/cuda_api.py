@@ -426,7 +426,8 @@ def _empty_cache(device: int | None = None) -> None:
 
 def _sleep(cycles: int) -> None:
     nanoseconds = int(cycles / 1.98)  # at the clock rate of an H200
-    MACHINE.clock.launch(MACHINE.stream(CURRENT.device), [("spin_kernel", nanoseconds)])
+    with DeviceCall("_cuda_sleep"):
+        MACHINE.clock.launch(MACHINE.stream(CURRENT.device), [("spin_kernel", nanoseconds)])
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
