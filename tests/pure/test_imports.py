@@ -186,7 +186,7 @@ LINES = {
     "traces": 2420,
     "instrument": 3726,
     "log": 3315,
-    "virtual": 10335,
+    "virtual": 10326,
     "causes": 1612,
     "fixes": 4474,
     "explain": 2514,

@@ -12,8 +12,9 @@ from virtual_programs import clock, operator, rows
 from keepbusy.timeline.model import Direction, FrameKind, Kind, LinkKind
 from keepbusy.timeline.replay import replay
 from keepbusy.virtual.clock import real_time
-from keepbusy.virtual.clock.engine import BEGINNING, Clock
-from keepbusy.virtual.clock.lanes import HostThread
+from keepbusy.virtual.clock.captures import BEGINNING
+from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.clock.host_thread import HostThread
 from keepbusy.virtual.costs.device import read
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST

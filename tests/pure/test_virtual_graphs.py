@@ -10,9 +10,10 @@ from virtual_programs import clock, operator, rows
 
 from keepbusy.timeline.model import Direction, FrameKind, Kind
 from keepbusy.timeline.replay import replay
-from keepbusy.virtual.clock.engine import CaptureError, Clock, Graph
-from keepbusy.virtual.clock.lanes import Moment
-from keepbusy.virtual.device_memory import SMALL_SEGMENT, Block, Memory
+from keepbusy.virtual.clock.captures import CaptureError, Graph, Moment
+from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.device_memory import SMALL_SEGMENT, Memory
+from keepbusy.virtual.memory_blocks import Block
 
 IN, OUT = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 MB = 1 << 20
@@ -189,7 +190,7 @@ FORBIDDEN: dict[str, Callable[[Clock, int], object]] = {
     "cudaEventSynchronize": lambda on, stream: on.sync_moment(EARLIER),
     "cudaEventElapsedTime": lambda on, stream: on.elapsed(EARLIER, EARLIER),
     "cudaMemcpyAsync": lambda on, stream: on.copy(stream, OUT, 10, non_blocking=True),
-    "cudaGraphLaunch": lambda on, stream: on.replay(on._captures[stream], stream),
+    "cudaGraphLaunch": lambda on, stream: on.replay(on.captures[stream], stream),
     "cudaStreamBeginCapture": lambda on, stream: on.capture(stream),
 }
 

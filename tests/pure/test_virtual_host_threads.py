@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from keepbusy.virtual.clock import real_time
-from keepbusy.virtual.clock.lanes import HOOK_LIMIT, NOISE_LIMIT, HostThread, Rows
-from keepbusy.virtual.clock.real_time import HostTime, Onlooker, UncountedWork
+from keepbusy.virtual.clock.host_thread import HOOK_LIMIT, NOISE_LIMIT, HostThread
+from keepbusy.virtual.clock.real_time import HostTime, PlaceSampler, UncountedWork
+from keepbusy.virtual.clock.rows import Rows
 
 US = 1_000
 
@@ -187,21 +188,20 @@ def test_a_loaders_workers_are_at_work_side_by_side() -> None:
     assert "chiefly the loader's workers (1.0 s)" in looks.sentence()
 
 
-def onlooker(place: Any = lambda frame: frame.f_lineno) -> tuple[Onlooker, HostThread]:
-    """Of the test's own thread."""
+def sampler_of_this_thread(place: Any = lambda frame: frame.f_lineno) -> tuple[PlaceSampler, HostThread]:
     time = HostTime()
     host = HostThread(Rows(), lane=0, real=time)
-    return Onlooker(host, time, place), host
+    return PlaceSampler(host, time, place), host
 
 
 def test_where_the_program_is_within_a_call_of_ours_is_none_of_its_lines() -> None:
-    watcher, host = onlooker()
+    sampler, host = sampler_of_this_thread()
     host.pause()
-    watcher.look()
-    assert watcher.take() == (0, [])
+    sampler.sample()
+    assert sampler.take() == (0, [])
     host.resume()
-    watcher.look()
-    assert len(watcher.take()[1]) == 1
+    sampler.sample()
+    assert len(sampler.take()[1]) == 1
 
 
 def test_what_the_program_does_during_a_look_is_not_what_the_look_cost() -> None:
@@ -210,11 +210,11 @@ def test_what_the_program_does_during_a_look_is_not_what_the_look_cost() -> None
     def work_meanwhile(_: Any) -> int:
         return sum(range(400_000)) and 7
 
-    watcher, _ = onlooker(work_meanwhile)
+    sampler, _ = sampler_of_this_thread(work_meanwhile)
     begun = real_time.perf_counter_ns()
-    watcher.look()
+    sampler.sample()
     took = real_time.perf_counter_ns() - begun
-    cost, [(_, place)] = watcher.take()
+    cost, [(_, place)] = sampler.take()
     assert place == 7
     assert cost < took / 2
 
@@ -224,13 +224,13 @@ def test_nor_is_what_another_process_takes_between_two_readings(monkeypatch: pyt
 
     def without_core(_: HostTime) -> int:
         nonlocal now
-        now += 20_000_000  # the onlooker itself had none
+        now += 20_000_000  # the sampler itself had none
         return 0
 
-    watcher, _ = onlooker()
+    sampler, _ = sampler_of_this_thread()
     monkeypatch.setattr(HostTime, "without_core", without_core)
     monkeypatch.setattr("keepbusy.virtual.clock.real_time.perf_counter_ns", lambda: now)
     for _ in range(2):
-        sum(range(10_000))  # the program has worked since the last look
-        watcher.look()
-    assert watcher.take()[0] < 10_000_000
+        sum(range(10_000))  # the program has worked since the last sample
+        sampler.sample()
+    assert sampler.take()[0] < 10_000_000

@@ -11,7 +11,8 @@ from virtual_programs import ROUND
 from keepbusy.timeline.busy_file import from_bytes, to_bytes
 from keepbusy.timeline.model import Direction, Kind, LinkKind, Timeline, previous_on_lane, settle
 from keepbusy.timeline.replay import replay
-from keepbusy.virtual.clock.engine import Clock, Moment
+from keepbusy.virtual.clock.captures import Moment
+from keepbusy.virtual.clock.engine import Clock
 
 WORK = st.integers(0, 3_000)
 STREAM = st.integers(0, 2)
@@ -187,7 +188,7 @@ def test_what_a_call_costs_does_not_grow_with_the_run(turn: list[tuple[str, int,
             moment = on.record(stream)
             lanes = len(on.rows.lanes)
             assert len(moment.awaited) <= lanes
-            assert len(on._streams[stream].awaited) < lanes
+            assert len(on.queues.streams[stream].awaited) < lanes
         links_of_turns.append(len(on.timeline().links) - before)
     assert max(links_of_turns) <= len(turn) * 2 * len(on.rows.lanes)
     timeline = on.timeline()

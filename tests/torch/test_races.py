@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.pytorch.backward_streams import ForwardStreams
 
 LARGE = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def nothing_pending() -> Iterator[None]:
-    """What other tests have left behind is done."""
+def nothing_pending(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What other tests have left behind is done, and what their threads chose is forgotten."""
+    monkeypatch.setattr(MACHINE, "forward_streams", ForwardStreams())
     torch.cuda.synchronize()
     MACHINE.memory.accesses.races.clear()
     MACHINE.memory.accesses.times.clear()
@@ -208,6 +210,46 @@ def test_a_first_gradient_is_ordered_as_the_call_is() -> None:
     with torch.cuda.stream(side):
         (weight * 2).backward(gradient)
     assert kinds() == [STREAMS]
+
+
+def in_another_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+def test_a_thread_that_only_copied_on_its_stream_orders_no_backward_pass() -> None:
+    side, copies, weight = torch.cuda.Stream(), torch.cuda.Stream(), ones(10).requires_grad_()
+    gradient, pinned = ones(10), torch.ones(10, pin_memory=True)
+
+    def load() -> None:
+        with torch.cuda.stream(copies):
+            pinned.cuda(non_blocking=True)
+
+    in_another_thread(load)
+    gradient.fill_(2)
+    with torch.cuda.stream(side):
+        (weight * 2).backward(gradient)
+    assert kinds() == [STREAMS]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_operations_of_another_thread_are_taken_to_be_ordered(leaves: bool) -> None:
+    side, weight, results = torch.cuda.Stream(), ones(10).requires_grad_(), []
+
+    def forward() -> None:
+        if leaves:
+            with torch.cuda.stream(side):
+                results.append(weight * 2)
+        else:
+            torch.cuda.set_stream(side)
+            results.append(weight * 2)
+
+    in_another_thread(forward)
+    torch.cuda.current_stream().wait_stream(side)
+    results[0].sum().backward()
+    weight.grad.sum()
+    assert kinds() == []
 
 
 def test_a_module_trained_on_a_side_stream_is_one_order() -> None:
@@ -471,9 +513,7 @@ def test_another_thread_copies_while_a_graph_is_captured() -> None:
 
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         y = x * 2
-        thread = threading.Thread(target=load)
-        thread.start()
-        thread.join()
+        in_another_thread(load)
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         buffer.sum()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from virtual_programs import clock, operator, rows
 
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.device_memory import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Block, Memory, OutOfMemory
+from keepbusy.virtual.device_memory import CONTEXT, LARGE_SEGMENT, SMALL_SEGMENT, Memory, OutOfMemory
+from keepbusy.virtual.memory_blocks import Block
 from keepbusy.virtual.pytorch.tensors import native_is_pinned, native_pins
 
 MB = 1 << 20

@@ -46,7 +46,7 @@ class Mismatch(RuntimeError):  # noqa: N818  # what is wrong, not that something
 
 
 def slots(classes: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Of each virtual method its slot. `classes` are (header, class), the base first."""
+    """The slot of each virtual method. `classes` are (header, class), the base first."""
     found: list[str] = []
     for header, name in classes:
         for method in _virtual_methods(_INCLUDES / header, name):
@@ -133,7 +133,7 @@ def _code_slots(vtable: int) -> int:
 
 
 def _areas(permission: str) -> Iterator[tuple[int, int]]:
-    """Of this process's memory, what it has this permission for."""
+    """Parts of this process's memory that it has this permission for."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, permissions, *_ = line.split()
         if permission in permissions:
@@ -273,9 +273,9 @@ def replace_guard() -> Callable[[], None]:
         vtable.put("getDevice", pair, (), lambda: DEVICE_TYPE | CURRENT.device << 8)
     for method in ("getStream", "getDefaultStream", "exchangeStream"):
         vtable.put_constant(method, DEVICE_TYPE)  # {{CUDA, 0}, 0}
-    ours = ctypes.c_void_p(vtable.address)
-    _ALIVE.append(ours)
-    registry[DEVICE_TYPE] = ctypes.addressof(ours)
+    guard = ctypes.c_void_p(vtable.address)
+    _ALIVE.append(guard)
+    registry[DEVICE_TYPE] = ctypes.addressof(guard)
     # late C++ destructors must not find a Python that is gone
     return lambda: registry.__setitem__(DEVICE_TYPE, meta)
 
@@ -288,7 +288,7 @@ _NO_DEVICE_TYPE = 120
 
 
 def timer_keys() -> dict[int, ctypes.c_int8]:
-    """Of the registry of timers each key, by its value; raises `Mismatch` unless every part of the map agrees.
+    """Each key of the registry of timers, by its value; raises `Mismatch` unless every part of the map agrees.
 
     A `std::unordered_map` is the address of its buckets, their count, its first node and its length. A bucket holds
     the node before its own first one; a node is the address of the next one, and its key. The hash of a key is itself.
@@ -309,7 +309,7 @@ def timer_keys() -> dict[int, ctypes.c_int8]:
             raise Mismatch("the registry of DDP's timers has another shape")
         key = ctypes.c_int8.from_address(node + _POINTER)
         starts_bucket = word(buckets + _POINTER * (key.value % count)).value == before
-        if key.value in keys or not (starts_bucket or any(one % count == key.value % count for one in keys)):
+        if key.value in keys or not (starts_bucket or any(other % count == key.value % count for other in keys)):
             raise Mismatch("the registry of DDP's timers has another order")
         keys[key.value] = key
         before, node = node, word(node).value

@@ -9,7 +9,6 @@ a call of ours, so `free` only queues, and the next call does the work.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
@@ -18,9 +17,11 @@ from typing import TypeAlias
 import numpy as np
 
 from keepbusy.timeline.model import Ints
-from keepbusy.virtual.accesses import Accesses, Use
+from keepbusy.virtual.accesses import Accesses
+from keepbusy.virtual.clock.captures import Moment
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.clock.lanes import HostThread, Moment
+from keepbusy.virtual.clock.host_thread import HostThread
+from keepbusy.virtual.memory_blocks import Block, Pools
 
 BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
 """Sizes are rounded up to these."""
@@ -34,65 +35,6 @@ PoolId: TypeAlias = tuple[int, int]
 """What PyTorch names a pool of graphs by."""
 
 
-class Block:
-    """A part of a segment. Free ones lie in their pool's list."""
-
-    __slots__ = (
-        "address", "after", "before", "device", "free", "pool", "requested", "size", "stream", "users", "uses",
-        "went_back",
-    )  # fmt: skip
-
-    def __init__(self, device: int, stream: int, address: int, size: int, pool: Pool) -> None:
-        self.device, self.stream, self.address, self.size, self.pool = device, stream, address, size, pool
-        self.requested = 0
-        self.free = True
-        self.before: Block | None = None
-        self.after: Block | None = None
-        self.users: set[int] | None = None  # other streams that use it, as `record_stream` said
-        self.uses: list[Use] = []  # see `Accesses`
-        self.went_back = False  # whether it was taken within a backward pass, as gradients are
-
-    @property
-    def split(self) -> bool:
-        return self.before is not None or self.after is not None
-
-
-class Pool:
-    """Free blocks, of a stream each, by size and address."""
-
-    def __init__(self, small: bool) -> None:
-        self.small = small
-        self._free: dict[int, list[tuple[int, int, Block]]] = {}
-
-    def take(self, stream: int, size: int) -> Block | None:
-        """The smallest that is large enough."""
-        blocks = self._free.get(stream)
-        if not blocks:
-            return None
-        place = bisect_left(blocks, (size,))
-        return blocks.pop(place)[2] if place < len(blocks) else None
-
-    def add(self, block: Block) -> None:
-        insort(self._free.setdefault(block.stream, []), (block.size, block.address, block))
-
-    def remove(self, block: Block) -> None:
-        blocks = self._free[block.stream]
-        del blocks[bisect_left(blocks, (block.size, block.address))]
-
-    def blocks(self, split: bool) -> list[Block]:
-        """Those that are a part of a segment in use, or those that are whole segments."""
-        return [block for blocks in self._free.values() for _, _, block in blocks if block.split == split]
-
-
-class Pools:
-    """A pool of small and one of large blocks: the device's own two, or those of CUDA graphs that share memory."""
-
-    def __init__(self) -> None:
-        self.small, self.large = Pool(small=True), Pool(small=False)
-        self.graphs = 0  # that may still be replayed
-        self.segments = 0
-
-
 class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
     """The device is full; the text is PyTorch's."""
 
@@ -101,7 +43,7 @@ class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
 
 
 _IN_POOLS = np.array([(0, 1, 1), (1, 0, 1)])
-"""Of a large block, and of a small one, which count it: the small pool, the large one, and both together."""
+"""Which totals count a large block, and which a small one: the small pool, the large pool, both together."""
 
 
 class Totals:
@@ -130,7 +72,7 @@ class Totals:
         self.ever, self._base = np.zeros_like(self.now), self.now
 
     def shown(self) -> list[list[list[int]]]:
-        """Of each pool, of blocks, of bytes and of bytes asked for: current, peak, allocated and freed."""
+        """By pool, for blocks, bytes and bytes asked for: current, peak, allocated and freed."""
         freed = self._base + self.ever - self.now
         pools: list[list[list[int]]] = np.stack([self.now, self.peak, self.ever, freed], axis=-1).tolist()
         return pools
@@ -150,14 +92,15 @@ class Tally:
     def set_fragments(self, sizes: list[list[int]]) -> None:
         """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
         figures = self.fragments
-        figures.now = figures.ever = np.array([(len(one), sum(one), 0) for one in (*sizes, sizes[0] + sizes[1])])
+        rows = [(len(listed), sum(listed), 0) for listed in (*sizes, sizes[0] + sizes[1])]
+        figures.now = figures.ever = np.array(rows)
         figures.peak = np.maximum(figures.peak, figures.now)
 
 
 def _flat_stats(tally: Tally) -> dict[str, int]:
     """As `torch.cuda.memory_stats` has them."""
     shown: dict[str, list[int]] = {"oversize_allocations": [0] * 4, "oversize_segments": [0] * 4}
-    pools = zip(("small_pool", "large_pool", "all"), *(one.shown() for one in tally.all()), strict=True)
+    pools = zip(("small_pool", "large_pool", "all"), *(totals.shown() for totals in tally.all()), strict=True)
     for pool, (blocks, sizes, asked), segments, waiting, fragments in pools:
         shown |= {
             f"allocation.{pool}": blocks,
@@ -171,7 +114,9 @@ def _flat_stats(tally: Tally) -> dict[str, int]:
             f"inactive_split_bytes.{pool}": fragments[1],
         }
     counted = ("current", "peak", "allocated", "freed")
-    stats = {f"{kind}.{what}": one for kind, values in shown.items() for what, one in zip(counted, values, strict=True)}
+    stats = {
+        f"{kind}.{what}": value for kind, values in shown.items() for what, value in zip(counted, values, strict=True)
+    }
     return stats | {
         "num_alloc_retries": tally.retries,
         "num_ooms": tally.failures,
@@ -232,7 +177,7 @@ class _DeviceBlocks:
         both = (self.ordinary, *self.graphs.values())
         self.tally.set_fragments([
             [block.size for pool in pools for block in pool.blocks(split=True)]
-            for pools in ([one.small for one in both], [one.large for one in both])
+            for pools in ([pair.small for pair in both], [pair.large for pair in both])
         ])  # fmt: skip
 
 
@@ -253,17 +198,17 @@ class Memory:
         if size <= 0:
             return None
         with self._lock:
-            one, host = self._devices[device], self.clock.threads.get(get_ident()) or self.clock.host()
+            blocks, host = self._devices[device], self.clock.threads.get(get_ident()) or self.clock.host()
             if self._freed:
                 self._free_queued(host)
-            if one.in_use_elsewhere:
-                self._return_unused(one)
+            if blocks.in_use_elsewhere:
+                self._return_unused(blocks)
             rounded = (size + BLOCK_UNIT - 1) & -BLOCK_UNIT
             small = rounded <= SMALL_LIMIT
-            pools = one.pools(stream) if one.routes else one.ordinary
+            pools = blocks.pools(stream) if blocks.routes else blocks.ordinary
             block = (pools.small if small else pools.large).take(stream, rounded)
             if block is None:
-                block = self._segment(one, rounded, stream, pools)
+                block = self._segment(blocks, rounded, stream, pools)
             if block.size - rounded >= (BLOCK_UNIT if small else SMALL_LIMIT + 1):  # the rest goes to its pool
                 rest = Block(device, block.stream, block.address + rounded, block.size - rounded, block.pool)
                 rest.before, rest.after = block, block.after
@@ -291,17 +236,17 @@ class Memory:
         """Give whole free segments back to the driver."""
         with self._lock:
             self._free_queued()
-            for one in self._devices if device is None else [self._devices[device]]:
-                if not one.routes:  # a capture goes without
-                    self._return_unused(one)
-                    self._release(one)
+            for blocks in self._devices if device is None else [self._devices[device]]:
+                if not blocks.routes:  # a capture goes without
+                    self._return_unused(blocks)
+                    self._release(blocks)
 
     def capture(self, device: int, pool: PoolId, covers: Callable[[int], bool]) -> None:
         """From now on the streams that are `covers`ed take their memory from a graph's pool, which may be new."""
         with self._lock:
-            one = self._devices[device]
-            one.graphs.setdefault(pool, Pools()).graphs += 1
-            one.routes[pool] = covers
+            blocks = self._devices[device]
+            blocks.graphs.setdefault(pool, Pools()).graphs += 1
+            blocks.routes[pool] = covers
 
     def end_capture(self, device: int, pool: PoolId) -> None:
         """The pool is kept for the graph's replays."""
@@ -345,12 +290,12 @@ class Memory:
 
     # with the lock held
 
-    def _note(self, host: HostThread, block: Block, came: int) -> None:
+    def _note(self, host: HostThread, block: Block, change: int) -> None:
         """Write down that it was taken (1) or given back (-1) just now."""
         device = block.device
         self.clock.rows.memory.add(
-            host.lane, device, host.now, block.address, came * block.size, self._devices[device].reserved,
-            came * block.requested, block.pool.small,
+            host.lane, device, host.now, block.address, change * block.size, self._devices[device].reserved,
+            change * block.requested, block.pool.small,
         )  # fmt: skip
 
     def _tally(self, device: int) -> Tally:
@@ -358,62 +303,64 @@ class Memory:
         self._free_queued()
         rows = self.clock.rows.memory.columns(self._counted)
         self._counted += rows.shape[1]
-        for one in self._devices:
-            size, _, asked, small = rows[4:, rows[1] == one.device]
-            one.tally.used.change(small, np.stack([np.sign(size), size, asked], axis=1))
+        for blocks in self._devices:
+            size, _, asked, small = rows[4:, rows[1] == blocks.device]
+            blocks.tally.used.change(small, np.stack([np.sign(size), size, asked], axis=1))
         return self._devices[device].tally
 
-    def _segment(self, one: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
+    def _segment(self, blocks: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
         """From the driver; if it has no more, after giving back what is free."""
         small = size <= SMALL_LIMIT
         wanted = -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
         if size < LARGE_SEGMENT_LIMIT:
             wanted = SMALL_SEGMENT if small else LARGE_SEGMENT
-        limit = min(self.size - CONTEXT, self.size if one.allowed is None else one.allowed)
-        if one.reserved + wanted > limit and not one.routes:  # nothing may be freed during a capture
-            one.tally.retries += 1
-            for _, moments in one.in_use_elsewhere:
+        limit = min(self.size - CONTEXT, self.size if blocks.allowed is None else blocks.allowed)
+        if blocks.reserved + wanted > limit and not blocks.routes:  # nothing may be freed during a capture
+            blocks.tally.retries += 1
+            for _, moments in blocks.in_use_elsewhere:
                 for moment in moments:
                     self.clock.sync_moment(moment)
-            self._return_unused(one, at_once=True)
-            self._release(one)
-        if one.reserved + wanted > limit:
-            one.tally.failures += 1
-            free = self.size - CONTEXT - one.reserved
-            raise OutOfMemory(_out_of_memory(one.device, size, self.size, free, self._tally(one.device), one.allowed))
+            self._return_unused(blocks, at_once=True)
+            self._release(blocks)
+        if blocks.reserved + wanted > limit:
+            blocks.tally.failures += 1
+            free = self.size - CONTEXT - blocks.reserved
+            raise OutOfMemory(
+                _out_of_memory(blocks.device, size, self.size, free, self._tally(blocks.device), blocks.allowed)
+            )
         self.clock.allocate("cudaMalloc", self.clock.device.memory.malloc)
-        block = Block(one.device, stream, one.address, wanted, pools.small if small else pools.large)
+        block = Block(blocks.device, stream, blocks.address, wanted, pools.small if small else pools.large)
         pools.segments += 1
-        one.address += -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
-        one.reserved += wanted
-        one.tally.segments.count(small, 1, wanted, wanted)
-        one.look_up_fragments()
+        blocks.address += -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
+        blocks.reserved += wanted
+        blocks.tally.segments.count(small, 1, wanted, wanted)
+        blocks.look_up_fragments()
         return block
 
     def _free_queued(self, host: HostThread | None = None) -> None:
         host = host or self.clock.host()
         while self._freed:
             block = self._freed.popleft()
-            one = self._devices[block.device]
+            blocks = self._devices[block.device]
             self._note(host, block, -1)
             if block.users:
-                block.uses = [use for use in block.uses if use.stream not in block.users]
-                one.tally.waiting.count(block.pool.small, 1, block.size, 0)
+                block.uses = [use for use in block.uses if use.command.stream not in block.users]
+                blocks.tally.waiting.count(block.pool.small, 1, block.size, 0)
                 moments = [self.clock.record(stream)._replace(graph=None) for stream in sorted(block.users)]
-                one.in_use_elsewhere.append((block, moments))
+                blocks.in_use_elsewhere.append((block, moments))
                 block.users = None
             else:
                 self._return(block)
 
-    def _return_unused(self, one: _DeviceBlocks, at_once: bool = False) -> None:
+    def _return_unused(self, blocks: _DeviceBlocks, at_once: bool = False) -> None:
         """Blocks whose other streams are done with them, as all are `at_once` after a wait."""
-        for _ in range(len(one.in_use_elsewhere)):
-            block, moments = one.in_use_elsewhere.popleft()
+        for _ in range(len(blocks.in_use_elsewhere)):
+            block, moments = blocks.in_use_elsewhere.popleft()
             if at_once or all(map(self.clock.passed, moments)):
-                one.tally.waiting.count(block.pool.small, -1, block.size, 0)
+                blocks.tally.waiting.count(block.pool.small, -1, block.size, 0)
                 self._return(block)
             else:
-                one.in_use_elsewhere.append((block, moments))
+                blocks.in_use_elsewhere.append((block, moments))
 
     def _return(self, block: Block) -> None:
         """To its pool, as one block with its free neighbours."""
@@ -430,13 +377,13 @@ class Memory:
                 block = first
         block.pool.add(block)
 
-    def _release(self, one: _DeviceBlocks) -> None:
-        for pools in (one.ordinary, *(kept for kept in one.graphs.values() if not kept.graphs)):
+    def _release(self, blocks: _DeviceBlocks) -> None:
+        for pools in (blocks.ordinary, *(kept for kept in blocks.graphs.values() if not kept.graphs)):
             for pool in (pools.large, pools.small):
                 for block in pool.blocks(split=False):
-                    self.clock.release("cudaFree", self.clock.device.memory.free, one.device)
+                    self.clock.release("cudaFree", self.clock.device.memory.free, blocks.device)
                     pool.remove(block)
                     pools.segments -= 1
-                    one.reserved -= block.size
-                    one.tally.segments.count(pool.small, -1, block.size, block.size)
-        one.graphs = {name: pools for name, pools in one.graphs.items() if pools.graphs or pools.segments}
+                    blocks.reserved -= block.size
+                    blocks.tally.segments.count(pool.small, -1, block.size, block.size)
+        blocks.graphs = {name: pools for name, pools in blocks.graphs.items() if pools.graphs or pools.segments}

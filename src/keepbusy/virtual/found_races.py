@@ -14,10 +14,11 @@ from keepbusy.timeline.model import Lane
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace, RacingUse, joined
 from keepbusy.virtual.accesses import HOST, Accesses, Race
 from keepbusy.virtual.clock.engine import Clock
+from keepbusy.virtual.clock.order import Made
 
 
 class FoundRaces:
-    """Of one process."""
+    """The races of one process."""
 
     def __init__(self, clock: Clock, lines: Mapping[str, tuple[CodeType, int]]) -> None:
         """`lines`: of each line as the clock writes it, its code and its number."""
@@ -39,20 +40,24 @@ class FoundRaces:
 
     def _race(self, race: Race, times: int) -> DataRace:
         first, second = race.first, race.second
-        uses = [RacingUse(self._place(one.place), one.writes, self._stream(one.stream)) for one in (first, second)]
+        uses = [
+            RacingUse(self._place(use.command.place), use.writes, self._stream(use.command.stream))
+            for use in (first, second)
+        ]
+        stream, other_stream = second.command.stream, first.command.stream
         at, after = uses[1].place, False
-        event = self._name(*race.event) if race.event else ""
+        event = self._name(race.event)
         event = "" if "[" in event else event  # of several, another one each time
-        other = self._code(first.stream)
+        other = self._code(other_stream)
         waits = f"wait_event({event})" if event else f"wait_stream({other})"
-        if second.stream == HOST:
+        if stream == HOST:
             kind = REFILLED if second.writes else READ_EARLY
             at, after = (at, False) if at else (uses[0].place, True)  # a line that nobody knows
-            call = f"{event or self._code(first.stream, is_current=True)}.synchronize()"
-        elif first.freed:
-            kind, call, at, after = REUSED, f"tensor.record_stream({self._code(first.stream)})", uses[0].place, True
+            call = f"{event or self._code(other_stream, is_current=True)}.synchronize()"
+        elif first.is_freed:
+            kind, call, at, after = REUSED, f"tensor.record_stream({self._code(other_stream)})", uses[0].place, True
         else:
-            kind, this = STREAMS, self._code(second.stream, is_current=True)
+            kind, this = STREAMS, self._code(stream, is_current=True)
             call = f"{this}.{waits}" if this != other else "torch.cuda.current_stream().wait_stream(other_stream)"
         return DataRace(kind, uses[0], uses[1], race.size, times, call, at, after)
 
@@ -60,7 +65,7 @@ class FoundRaces:
         """The innermost line of the program's own."""
         lines = [source_line(self._names[name]) for name in self._clock.rows.lines[number]]
         known = [(file, line) for file, line, _ in filter(None, lines)]
-        own = [one for one in known if owner_of_file(one[0]) == Owner.USER]
+        own = [(file, line) for file, line in known if owner_of_file(file) == Owner.USER]
         file, line = (own or known or [("", 0)])[-1]
         return f"{file}:{line}" if file else ""
 
@@ -68,26 +73,23 @@ class FoundRaces:
         """As people call it."""
         if stream == HOST:
             return ""
-        return self._named(stream) or ("the default stream" if self._is_default(stream) else self._by_number(stream))
+        unnamed = "the default stream" if self._is_default(stream) else self._clock.rows.lanes[stream].name
+        return self._name(self._clock.order.made.get(stream)) or unnamed
 
     def _code(self, stream: int, is_current: bool = False) -> str:
         """As code: `is_current`: where it is used, it is the current one."""
         if self._is_default(stream):
             return f"torch.cuda.{'current' if is_current else 'default'}_stream()"
-        return self._named(stream) or "stream"
-
-    def _by_number(self, stream: int) -> str:
-        return self._clock.rows.lanes[stream].name
+        return self._name(self._clock.order.made.get(stream)) or "stream"
 
     def _is_default(self, stream: int) -> bool:
         return self._clock.default_stream(self._clock.rows.lanes[stream].device or 0) == stream
 
-    def _named(self, stream: int) -> str:
-        made = self._clock.order.made.get(stream)
-        return self._name(*made) if made else ""
-
-    def _name(self, place: int, ordinal: int) -> str:
-        """What the program assigns to what is made there, being the `ordinal`th that is."""
+    def _name(self, made: Made | None) -> str:
+        """What the program assigns to what is made there."""
+        if made is None:
+            return ""
+        place, ordinal = made
         written = [self._names[name] for name in self._clock.rows.lines[place]]
         known = [self._lines[line] for line in written if line in self._lines]
         return _assigned(known[-1][0].co_filename, known[-1][1], ordinal) if known else ""
@@ -115,7 +117,7 @@ def program_tree(file: str) -> ast.Module:
 
 @cache
 def _assignments(file: str) -> dict[int, tuple[ast.expr, ast.expr]]:
-    """Of each line of an assignment its target and its value."""
+    """By line of an assignment, its target and its value."""
     found: dict[int, tuple[ast.expr, ast.expr]] = {}
     several = set[int]()
     for node in ast.walk(program_tree(file)):

@@ -37,14 +37,14 @@ class Options:
     """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
 
 
-def start(options: Options, rank: int = 0, left: RunFolder | None = None) -> Callable[..., Timeline]:
+def start(options: Options, rank: int = 0, spawned_into: RunFolder | None = None) -> Callable[..., Timeline]:
     """Give this process its virtual GPUs. What it returns gives the timeline so far, with facts to add to it.
 
-    Ranks that the program itself spawned leave their timelines in a folder, `left` where one was made before. What
-    spawned them counts only where it spawned none.
+    Ranks that the program itself spawned leave their timelines in a folder: `spawned_into` where it was made before.
+    What spawned them counts only where it spawned none.
     """
-    timeline, folder = _begin(options, rank), left or RunFolder()
-    follow(be_child, {**asdict(options), "left": lambda: str(folder.path())})
+    timeline, folder = _begin(options, rank), spawned_into or RunFolder()
+    follow(be_child, {**asdict(options), "run_folder": lambda: str(folder.path())})
 
     def with_spawned(**facts: Any) -> Timeline:
         ranks = [load(path) for path in folder.files("rank*.busy")]
@@ -53,11 +53,11 @@ def start(options: Options, rank: int = 0, left: RunFolder | None = None) -> Cal
     return with_spawned
 
 
-def be_child(left: str, **options: Any) -> None:
+def be_child(run_folder: str, **options: Any) -> None:
     """A process that the program spawned has the same virtual GPUs, and leaves its timeline in a folder."""
     timeline = _begin(Options(**options))
-    Finalize(None, _leave, (timeline, Path(left)), exitpriority=0)  # however it ends by itself
-    follow(be_child, {**options, "left": left})
+    Finalize(None, _leave, (timeline, Path(run_folder)), exitpriority=0)  # however it ends by itself
+    follow(be_child, {**options, "run_folder": run_folder})
 
 
 def _leave(timeline: Callable[[], Timeline], folder: Path) -> None:
@@ -75,15 +75,17 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     devices = options.devices
     if options.alike > 1:
         devices = max(devices, min(options.alike, device.wire.devices))
-        os.environ |= _first_of(options.alike, devices)
+        # what torchrun would tell the first of so many ranks
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(options.alike)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(devices), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     bring_up(device, devices, rank, options)
     MACHINE.alike = options.alike
-    clocks = ScriptClocks(MACHINE) if options.script_clocks else None
+    clocks = ScriptClocks(MACHINE.read_clock) if options.script_clocks else None
 
     def timeline(**facts: Any) -> Timeline:
-        MACHINE.look_at_clock()  # what the program did since its last operator is a part of the run
+        MACHINE.read_clock()  # what the program did since its last operator is a part of the run
         notes = MACHINE.facts()["notes"]
-        if clocks is not None and clocks.looks:
+        if clocks is not None and clocks.readings:
             notes += (NOTE,)
         return MACHINE.timeline(notes=notes, values=options.values, **facts)
 
@@ -121,18 +123,9 @@ def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
     cuda_api.Initialization.requested = False
 
 
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-
-
 def _keep_freed_memory() -> None:
     """Let the C library keep what is freed: giving it back takes time that no GPU would have taken."""
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:
-        for parameter, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, -1)):
-            tune(parameter, value)
-
-
-def _first_of(ranks: int, of_host: int) -> dict[str, str]:
-    """What torchrun would tell the first of so many ranks."""
-    told = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": of_host}
-    return {name: str(value) for name, value in told.items()} | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+        tune(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        tune(-1, -1)  # M_TRIM_THRESHOLD

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Reached: TypeAlias = Mapping[int, int]
-"""Of each stream, the number of its last command that comes before."""
-
-
+"""By stream, the number of its last command that comes before."""
 Made: TypeAlias = tuple[int, int]
 """The place in the program where something is made, and how many were made there before it."""
 _EVENTS_KEPT = 8
 
 
+class Command(NamedTuple):
+    """What a stream was given to do."""
+
+    stream: int
+    number: int  # of all its commands, from 1 on
+    place: int  # in the program
+
+
 class StreamOrder:
-    """Commands are numbered by stream, from 1 on. All host threads count as one, so what any of them has waited for
-    comes before all that any of them launches later: threads that order each other cause no false alarm."""
+    """All host threads count as one, so what any of them has waited for comes before all that any of them launches
+    later: threads that order each other cause no false alarm."""
 
     def __init__(self) -> None:
         self._commands: defaultdict[int, int] = defaultdict(int)
@@ -32,20 +38,21 @@ class StreamOrder:
         self._events: defaultdict[int, list[tuple[int, Made]]] = defaultdict(list)
         self._made_at: defaultdict[int, int] = defaultdict(int)
 
-    def command(self, stream: int) -> int:
-        """The number of a command that is launched now."""
-        self._commands[stream] += 1
-        return self._commands[stream]
+    def command(self, stream: int, place: int) -> Command:
+        """A command is launched now."""
+        number = self._commands[stream] = self._commands[stream] + 1
+        return Command(stream, number, place)
 
-    def comes_before(self, stream: int, number: int, next_on: int) -> bool:
+    def comes_before(self, command: Command, next_on: int) -> bool:
         """Whether that command is done when the next one on `next_on` begins."""
+        stream, number, _ = command
         if stream == next_on or self._before_host.get(stream, 0) >= number:
             return True
         return self._before_stream[next_on].get(stream, 0) >= number
 
-    def is_known_to_host(self, stream: int, number: int) -> bool:
+    def is_known_to_host(self, command: Command) -> bool:
         """Whether the host has waited for that command."""
-        return self._before_host.get(stream, 0) >= number
+        return self._before_host.get(command.stream, 0) >= command.number
 
     def at(self, stream: int) -> Reached:
         """What an event that is recorded now stands for."""
@@ -59,12 +66,13 @@ class StreamOrder:
     def note_event(self, stream: int, event: Made) -> None:
         """It is recorded on a stream now."""
         events = self._events[stream]
-        events[:] = [one for one in events if one[1] != event][1 - _EVENTS_KEPT :]
+        events[:] = [known for known in events if known[1] != event][1 - _EVENTS_KEPT :]
         events.append((self._commands[stream], event))
 
-    def event_after(self, stream: int, number: int) -> Made | None:
+    def event_after(self, command: Command) -> Made | None:
         """An event that was recorded behind that command, the last one if there are several."""
-        return next((event for reached, event in reversed(self._events[stream]) if reached >= number), None)
+        events = reversed(self._events[command.stream])
+        return next((event for reached, event in events if reached >= command.number), None)
 
     def stream_waits(self, stream: int, reached: Reached) -> None:
         _join(self._before_stream[stream], reached)

@@ -1,9 +1,9 @@
 """What real time has to do with the virtual clock: what the program took, what it did meanwhile, what it reads.
 
-The clock runs by the real time that a thread would have on a machine of its own (`HostTime`). Onlookers see where the
-program is between two calls of ours: an `Onlooker` where that time is measured, and where it is modelled one that says
-what is left out (`UncountedWork`). And the program's own clocks follow the virtual one (`ScriptClocks`): what a script
-times by itself agrees with the report.
+The clock runs by the real time that a thread would have on a machine of its own (`HostTime`). Threads see where the
+program is between two calls of ours: a `PlaceSampler` where that time is measured, and where it is modelled one that
+says what is left out (`UncountedWork`). And the program's own clocks follow the virtual one (`ScriptClocks`): what a
+script times by itself agrees with the report.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import islice, zip_longest
 from threading import get_ident, get_native_id
 from time import clock_gettime_ns, perf_counter_ns, pthread_getcpuclockid
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keepbusy.instrument.lines import (
     LIBRARY,
@@ -36,10 +36,7 @@ from keepbusy.instrument.lines import (
 )
 from keepbusy.instrument.patches import Function, Patches
 from keepbusy.instrument.processes import UnseenThread, high_copy, processor_times
-from keepbusy.virtual.clock.lanes import HostThread
-
-if TYPE_CHECKING:
-    from keepbusy.virtual.machine import Machine
+from keepbusy.virtual.clock.host_thread import HostThread
 
 
 class HostTime:
@@ -99,28 +96,28 @@ _THREAD_SWITCH = 20_000
 """Nanoseconds from one Python thread to another and back."""
 
 
-class Onlooker:
-    """`looks` holds what was seen since it was last emptied: when, on the steady clock, and at which place."""
+class PlaceSampler:
+    """`samples` holds where the program was, since it was last emptied: when, on the steady clock, and the place."""
 
     def __init__(self, host: HostThread, time: HostTime, place: Callable[[FrameType], int]) -> None:
         """`host`, with its time: of the thread that calls this."""
-        self.looks: list[tuple[int, int]] = []
+        self.samples: list[tuple[int, int]] = []
         self._cost = self._ran = 0
         self._host, self._time, self._place = host, time, place
-        self._watched = get_ident()
-        self._processor = pthread_getcpuclockid(self._watched)
+        self._sampled = get_ident()
+        self._processor = pthread_getcpuclockid(self._sampled)
 
     def begin(self) -> None:
         _switch_often()
-        UnseenThread(self._go_on)
+        UnseenThread(self._run)
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         never = threading.Event()
         while not never.wait(_INTERVAL):
-            self.look()
+            self.sample()
 
-    def look(self) -> None:
-        """Where the program is. What that cost it is how long it stood still meanwhile: on a busy machine a look may
+    def sample(self) -> None:
+        """Where the program is. What that cost it is how long it stood still meanwhile: on a busy machine a sample may
         take as long as the program's whole work beside it."""
         if self._host.pauses:  # in a call of ours, whose time does not count, and which is no line of the program's
             return
@@ -128,46 +125,45 @@ class Onlooker:
         at_work = self._at_work()
         moment = perf_counter_ns()
         with at_rest():
-            frame = sys._current_frames().get(self._watched)
+            frame = sys._current_frames().get(self._sampled)
             if frame is not None:
-                self.looks.append((moment, self._place(frame)))
+                self.samples.append((moment, self._place(frame)))
             del frame  # it would keep the program's variables alive
         if self._ran - ran_before > _THREAD_SWITCH:  # a program that sleeps is not held up
             # read from within: where another process has the core between two readings, none of that counts
-            took = perf_counter_ns() - moment
-            self._cost += max(0, took - (self._at_work() - at_work)) + _THREAD_SWITCH
+            duration = perf_counter_ns() - moment
+            self._cost += max(0, duration - (self._at_work() - at_work)) + _THREAD_SWITCH
 
     def _at_work(self) -> int:
         """For how long in all the program has run or waited for a core."""
         return clock_gettime_ns(self._processor) + self._time.without_core()
 
-    def watches_caller(self) -> bool:
-        return get_ident() == self._watched
+    def samples_caller(self) -> bool:
+        return get_ident() == self._sampled
 
     def take(self) -> tuple[int, list[tuple[int, int]]]:
-        """What the looks since the last time took, while Python stood still for the program, and what was seen.
-
-        Of looks in a row at the same place the last one.
-        """
-        looks, cost, self.looks, self._cost = tuple(self.looks), self._cost, [], 0
-        return cost, [look for look, after in zip_longest(looks, looks[1:]) if after is None or look[1] != after[1]]
+        """For how long Python stood still for the samples since the last time, and of those in a row at the same place
+        the last one."""
+        samples, cost, self.samples, self._cost = tuple(self.samples), self._cost, [], 0
+        pairs = zip_longest(samples, samples[1:])
+        return cost, [sample for sample, after in pairs if after is None or sample[1] != after[1]]
 
 
 def _switch_often() -> None:
-    """Else an onlooker has its turn only once the program has been at work for 5 ms, or at the next line, which calls
-    PyTorch. The program is told of what it would be told."""
-    real, told = sys.setswitchinterval, [sys.getswitchinterval()]
+    """Else a sampling thread runs only once the program has been at work for 5 ms, or at the next line, which calls
+    PyTorch. The program reads the interval that it would read without us."""
+    real, interval_shown = sys.setswitchinterval, [sys.getswitchinterval()]
 
     def setting(plain: Function) -> Function:
         def setswitchinterval(interval: float, /) -> None:
             plain(interval)
-            told[0] = asked()
-            real(min(told[0], _INTERVAL / 4))
+            interval_shown[0] = asked()
+            real(min(interval_shown[0], _INTERVAL / 4))
 
         return setswitchinterval
 
     asked, patches = sys.getswitchinterval, Patches()
-    patches.replace(sys, "getswitchinterval", lambda _: lambda: told[0])
+    patches.replace(sys, "getswitchinterval", lambda _: lambda: interval_shown[0])
     patches.replace(sys, "setswitchinterval", setting)
     real(_INTERVAL / 4)
 
@@ -206,7 +202,7 @@ class UncountedWork:
             return
         files = [code.co_filename for code, _ in stack]
         if kind_of(files[0]) in (USER, LIBRARY, PYTHON) and not any(map(is_importing, files)):
-            own = (one for one in stack if kind_of(one[0].co_filename) == USER)
+            own = (frame for frame in stack if kind_of(frame[0].co_filename) == USER)
             for code, instruction in islice(own, 1):
                 self.times[f"{shown(code.co_filename)}:{line_number(code, instruction)}"] += ran
 
@@ -219,7 +215,7 @@ class UncountedWork:
         spent = self.times.total()
         if spent < max(_SAID_FROM, _SAID_SHARE * self._host.now):
             return ""
-        most = [one for one in self.times.most_common(2) if one[1] > 0.1 * spent]
+        most = [entry for entry in self.times.most_common(2) if entry[1] > 0.1 * spent]
         lines = " and ".join(f"{place} ({each / 1e9:.1f} s)" for place, each in most)
         return (
             f"the CPU's time is modelled, so the report leaves out at least {spent / 1e9:.1f} s that Python, NumPy and "
@@ -232,16 +228,16 @@ _LONG, _LOOKS = 10.0, 100
 
 
 def tell_slow_values(host: HostThread, say: Callable[[str], object], over: threading.Event) -> None:
-    """Of a long run whose time goes into our own calls, once: what makes it shorter. `host`: of the thread that trains;
-    `over`: set once the program has ended."""
+    """Say once, in a long run whose time goes into our own calls, what makes it shorter. `host`: the thread that
+    trains; `over`: set once the program has ended."""
 
     def look() -> None:
-        ours = 0
+        paused = 0
         for _ in range(_LOOKS):
             if over.wait(_LONG / _LOOKS):
                 return
-            ours += bool(host.pauses)
-        if ours > _LOOKS // 2:
+            paused += bool(host.pauses)
+        if paused > _LOOKS // 2:
             say(
                 "most of the time goes into computing on the CPU what the GPU would compute; "
                 "`--values none` skips that, and then values are zeros."
@@ -281,9 +277,10 @@ class _Reading(threading.local):
 class ScriptClocks:
     """The clocks of one process, and who sees them."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.looks = 0
-        self._machine, self._last = machine, _Reading()
+    def __init__(self, read_clock: Callable[[], tuple[int, bool]]) -> None:
+        """`read_clock`: see `Machine.read_clock`."""
+        self.readings = 0
+        self._read_clock, self._last = read_clock, _Reading()
         self._ahead = 0  # how far readings are ahead of the virtual clock, where that stood still
         self._followers: dict[CodeType, bool] = {}
         real = {name: getattr(time, f"{name}_ns")() for name in _CLOCKS}
@@ -308,7 +305,7 @@ class ScriptClocks:
 
         A thread that has nothing to do with the device goes with the real clock, and is never behind the program.
         """
-        moment, is_known = self._machine.look_at_clock()
+        moment, is_known = self._read_clock()
         last, real = self._last, perf_counter_ns()
         if not is_known:
             last.reading = max(last.reading + real - last.real, moment + self._ahead)
@@ -338,7 +335,9 @@ def _hand_to_timeit() -> None:
     before = vars(module)["default_timer"]
     vars(module)["default_timer"] = time.perf_counter
     for function in (module.Timer.__init__, module.timeit, module.repeat):
-        function.__defaults__ = tuple(time.perf_counter if one is before else one for one in function.__defaults__)
+        function.__defaults__ = tuple(
+            time.perf_counter if default is before else default for default in function.__defaults__
+        )
 
 
 class ScriptClock:
@@ -353,7 +352,7 @@ class ScriptClock:
     def __call__(self) -> Any:
         if not self._clocks.follow(sys._getframe(1).f_code):
             return self._native()
-        self._clocks.looks += 1
+        self._clocks.readings += 1
         moment = self._base + self._clocks.read()
         return moment / 1e9 if self._in_seconds else moment
 

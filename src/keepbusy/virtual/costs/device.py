@@ -63,7 +63,7 @@ class HostCosts:
 
     def lists(self, arguments: Iterable[object]) -> float:
         """What the lists among the arguments of a `_foreach_` or `_fused_` operator add."""
-        listed = sum(len(one) for one in arguments if isinstance(one, list))
+        listed = sum(len(argument) for argument in arguments if isinstance(argument, list))
         return float(_DISPATCH.listed * listed * self.operator)
 
     @cached_property
@@ -305,7 +305,7 @@ class Array(NamedTuple):
     def lies_as(self, other: Array) -> bool:
         """Whether two tensors lie in memory in the same order."""
         strides = zip(self.shape, self.strides, other.strides, strict=True)
-        return self.shape == other.shape and all(mine == its for length, mine, its in strides if length != 1)
+        return self.shape == other.shape and all(stride == its for length, stride, its in strides if length != 1)
 
 
 def _fills(dimensions: Iterable[tuple[int, int]]) -> bool:
@@ -319,11 +319,11 @@ def _fills(dimensions: Iterable[tuple[int, int]]) -> bool:
 
 
 def total(operands: Iterable[Array]) -> int:
-    return sum(one.size for one in operands)
+    return sum(array.size for array in operands)
 
 
 def largest(operands: Iterable[Array]) -> Array:
-    return max(operands, key=lambda one: one.elements)
+    return max(operands, key=lambda array: array.elements)
 
 
 def lasts(start: float, *limits: float) -> int:
@@ -464,8 +464,10 @@ def _device(given: Mapping[str, Any], path: str) -> Device:
 
 
 def _section(kind: Any, given: Mapping[str, Any], section: str, path: str) -> Any:
-    types = {one.name: str(one.type) for one in fields(kind) if one.name in given}
-    return kind(**{name: _value(one, given[name], f"{section}.{name}", path) for name, one in types.items()})
+    types = {entry.name: str(entry.type) for entry in fields(kind) if entry.name in given}
+    return kind(
+        **{name: _value(type_name, given[name], f"{section}.{name}", path) for name, type_name in types.items()}
+    )
 
 
 def _laws(given: Any, path: str) -> Mapping[str, CollectiveLaw]:
@@ -513,7 +515,7 @@ def _quantity(kind: str, value: Any) -> float:
 _READERS: dict[str, tuple[Callable[[Any], float], str]] = {
     "Share": (_share, "a share of the peak, above 0 and at most 1"),
     "Count": (_count, f"a whole number, at least 1 and below {_TOO_MANY}"),
-    **{one: (partial(_quantity, one), f"a number and a unit, one of {', '.join(_UNITS[one])}") for one in _UNITS},
+    **{unit: (partial(_quantity, unit), f"a number and a unit, one of {', '.join(_UNITS[unit])}") for unit in _UNITS},
 }
 
 
@@ -525,6 +527,6 @@ def _capability(value: Any, path: str) -> tuple[int, int]:
 
 
 def _refuse_unknown(table: Mapping[str, Any], known: set[str], path: str, before: str = "") -> None:
-    for name in [one for one in table if one not in known]:
+    for name in [name for name in table if name not in known]:
         what = f"{before}{name}, which keepbusy does not know"
         raise BadInput(f"{path} sets {what}; it knows {', '.join(sorted(known))}.")

@@ -37,15 +37,15 @@ def elementwise(call: Call) -> list[Kernel]:
     """The usual case, also for operators that nobody described: one kernel, all bytes once."""
     operands = (*call.inputs, *call.outputs)
     whole, efficiency = largest(operands), call.device.efficiency
-    large = [one for one in operands if one.elements * 16 > whole.elements]
+    large = [array for array in operands if array.elements * 16 > whole.elements]
     name, share = f"elementwise_{call.name}", _elementwise_share(call, large)
     start = SHORTEST if share > efficiency.mixed else ELEMENTWISE.converting_start
     plain = call.streamed(call.moved(), share, start)
-    broadcasts = any(1 < one.elements < whole.elements for one in call.inputs)  # more than a scalar
-    if whole.dense and not broadcasts and all(one.lies_as(whole) for one in large):
+    broadcasts = any(1 < array.elements < whole.elements for array in call.inputs)  # more than a scalar
+    if whole.dense and not broadcasts and all(array.lies_as(whole) for array in large):
         return [(name, plain)]
     count = whole.elements
-    if any(_transposes(one, whole) for one in large):
+    if any(_transposes(array, whole) for array in large):
         return [(name, max(plain, lasts(SHORTEST, call.each(count, ELEMENTWISE.transposing))))]
     # wide elements are moved as fast as narrow ones until the bytes are the limit
     return [(name, max(plain, call.strided(count * (1.0 if whole.item_size <= 4 else ELEMENTWISE.wide))))]
@@ -53,7 +53,7 @@ def elementwise(call: Call) -> list[Kernel]:
 
 def _elementwise_share(call: Call, large: list[Array]) -> float:
     efficiency = call.device.efficiency
-    if len({one.dtype for one in large if one.dtype not in _MASKS}) > 1:
+    if len({array.dtype for array in large if array.dtype not in _MASKS}) > 1:
         to_half = call.name == "copy" and call.outputs[0].dtype in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
     # wider types are waited for anyway
@@ -61,13 +61,15 @@ def _elementwise_share(call: Call, large: list[Array]) -> float:
     return efficiency.heavy if heavy else efficiency.streaming
 
 
-def _transposes(one: Array, other: Array) -> bool:
+def _transposes(array: Array, other: Array) -> bool:
     """Whether what lies side by side in one tensor lies apart in the other."""
-    mine, its = (
-        {dim for dim, length in enumerate(it.shape) if length > 1 and it.strides[dim] == 1} for it in (one, other)
+    adjacent, other_adjacent = (
+        {dim for dim, length in enumerate(each.shape) if length > 1 and each.strides[dim] == 1}
+        for each in (array, other)
     )
-    spread = any(length > 1 and stride == 0 for length, stride in zip(one.shape, one.strides, strict=True))
-    return one.shape == other.shape and not spread and bool(mine) and bool(its) and not mine & its
+    spread = any(length > 1 and stride == 0 for length, stride in zip(array.shape, array.strides, strict=True))
+    apart = bool(adjacent) and bool(other_adjacent) and not adjacent & other_adjacent
+    return array.shape == other.shape and not spread and apart
 
 
 def copy(call: Call) -> list[Kernel]:
@@ -106,9 +108,9 @@ def dropout(call: Call) -> list[Kernel]:
 
 def concatenate(call: Call) -> list[Kernel]:
     efficiency, moved = call.device.efficiency, 2 * total(call.inputs)
-    if all(one.contiguous for one in call.inputs):
+    if all(array.contiguous for array in call.inputs):
         return [("concatenate", call.streamed(moved, efficiency.streaming))]
-    apart = call.strided(round(CONCATENATE.apart * sum(one.elements for one in call.inputs)))
+    apart = call.strided(round(CONCATENATE.apart * sum(array.elements for array in call.inputs)))
     return [("concatenate", max(call.streamed(moved, efficiency.mixed), apart))]
 
 
@@ -123,11 +125,11 @@ def move(call: Call) -> list[Kernel]:
 def reduce(call: Call) -> list[Kernel]:
     """Over everything, over rows, or over columns, of which many are needed to be fast."""
     source, name, law = call.inputs[0], f"reduce_{call.name}", REDUCTIONS
-    count, results = source.elements, max(1, sum(one.elements for one in call.outputs))
+    count, results = source.elements, max(1, sum(array.elements for array in call.outputs))
     cleared: Kernel = ("Memset (Device)", law.clearing)
     columns = _columns(call, source)
     if columns:
-        share = columns_share(call.device, max(columns, sum(one.elements for one in call.outputs)))
+        share = columns_share(call.device, max(columns, sum(array.elements for array in call.outputs)))
         summed = (name, call.streamed(total(call.inputs) + total(call.outputs), share, law.columns_start))
         return [cleared, summed] if count > law.large else [summed]
     if results > 1 or (call.arguments.get("dim") is not None and len(source.shape) > 1):
@@ -151,7 +153,7 @@ def _columns(call: Call, source: Array) -> int:
 
 
 def columns_share(device: Device, columns: int) -> float:
-    """Of the memory bandwidth, what a sum over rows reaches: few columns leave most of the device idle."""
+    """The share of the memory bandwidth that a sum over rows reaches: few columns leave most of the device idle."""
     return device.efficiency.columns * min(1.0, max(REDUCTIONS.columns_worst, columns / REDUCTIONS.columns_many))
 
 
@@ -245,18 +247,18 @@ def _passes(call: Call, name: str) -> list[Kernel]:
     image = call.inputs[0]
     channels = image.shape[1] if len(image.shape) > 1 else 1
     kernels: list[Kernel] = []
-    for one in getattr(PASSES, name):
-        if "bytes" in one:
-            share = getattr(call.device.efficiency, one["share"])
-            spent = call.streamed(one["bytes"] * image.size, share, one["start"])
-        elif "apart" in one:
-            spent = call.strided(image.elements * one["apart"])
-        elif "channel" in one:
+    for kernel in getattr(PASSES, name):
+        if "bytes" in kernel:
+            share = getattr(call.device.efficiency, kernel["share"])
+            spent = call.streamed(kernel["bytes"] * image.size, share, kernel["start"])
+        elif "apart" in kernel:
+            spent = call.strided(image.elements * kernel["apart"])
+        elif "channel" in kernel:
             waves = max(1.0, channels / call.device.multiprocessors)
-            spent = lasts(one["start"], waves * (image.elements / max(1, channels) * one["channel"]))
+            spent = lasts(kernel["start"], waves * (image.elements / max(1, channels) * kernel["channel"]))
         else:
-            spent = one["start"]
-        kernels.append((one["kernel"], spent))
+            spent = kernel["start"]
+        kernels.append((kernel["kernel"], spent))
     return kernels
 
 
@@ -270,7 +272,7 @@ def gather(call: Call) -> list[Kernel]:
         streaming = 2 * written / INDEXING.beyond / call.device.memory.bandwidth
     else:
         streaming = INDEXING.cached * written / call.device.efficiency.streaming / call.device.memory.bandwidth
-    numbers = max((one.elements for one in call.inputs if one.dtype in _INDICES), default=0)
+    numbers = max((array.elements for array in call.inputs if array.dtype in _INDICES), default=0)
     # no more rows than the result has: `gather` gives a number for every element
     rows = min(numbers, call.result.rows)
     found = rows * INDEXING.row / call.device.multiprocessors
@@ -279,7 +281,7 @@ def gather(call: Call) -> list[Kernel]:
 
 def index(call: Call) -> list[Kernel]:
     """By numbers, or by a mask, whose places are numbers too."""
-    if not any(one.dtype in _MASKS for one in call.inputs[1:]):
+    if not any(array.dtype in _MASKS for array in call.inputs[1:]):
         return gather(call)
     found = call.outputs[0].shape[0] if call.outputs and call.outputs[0].shape else 1
     rows = gather(replace(call, inputs=(*call.inputs, Array((found,), "int64", (1,)))))
@@ -292,7 +294,7 @@ def masked_select(call: Call) -> list[Kernel]:
 
 def _places_of_masks(call: Call) -> list[Kernel]:
     """A mask is made a list of places first."""
-    masks = [one for one in call.inputs[1:] if one.dtype in _MASKS]
+    masks = [array for array in call.inputs[1:] if array.dtype in _MASKS]
     return [kernel for mask in masks for kernel in nonzero(replace(call, inputs=(mask,)))]
 
 
@@ -315,7 +317,7 @@ def index_add(call: Call) -> list[Kernel]:
 def index_put(call: Call) -> list[Kernel]:
     """Adding where indices may repeat means sorting them first; one value under a mask is a fill."""
     values = call.inputs[-1].elements
-    if call.inputs[-1].dtype in _MASKS or (values == 1 and any(one.dtype in _MASKS for one in call.inputs[1:])):
+    if call.inputs[-1].dtype in _MASKS or (values == 1 and any(array.dtype in _MASKS for array in call.inputs[1:])):
         return [("masked_fill", call.strided(call.inputs[0].elements))]
     kernels = [(f"scatter_{call.name}", lasts(INDEXING.start, call.each(values, INDEXING.put)))]
     if call.arguments.get("accumulate", False):
@@ -393,7 +395,7 @@ def multi_tensor(call: Call) -> list[Kernel]:
     share = (total(call.inputs) + written) / max(1, sum(launches))
     share /= call.device.memory.bandwidth * call.device.efficiency.foreach
     alone = LISTS.alone_fused if fused else LISTS.alone[min(deep, len(LISTS.alone)) - 1]
-    longest = alone * min(LISTS.chunk, max((one.elements for one in first), default=0))
+    longest = alone * min(LISTS.chunk, max((tensor.elements for tensor in first), default=0))
     start = LISTS.start_fused if fused else LISTS.start
     return [(f"multi_tensor{call.name.rstrip('_')}", lasts(start, part * share, longest)) for part in launches]
 
@@ -402,16 +404,16 @@ def _launches(tensors: tuple[Array, ...], limit: int) -> list[int]:
     """Elements of each launch, which takes so many tensors and so many blocks."""
     launches, blocks, begun, count = [], 0, 0, 0
     for tensor in tensors:
-        left = tensor.elements
+        remaining = tensor.elements
         begun += 1
-        while left > 0:
-            part = min(left, LISTS.chunk)
-            left -= part
+        while remaining > 0:
+            part = min(remaining, LISTS.chunk)
+            remaining -= part
             count += part
             blocks += 1
-            if blocks == LISTS.blocks or (begun == limit and left == 0):
+            if blocks == LISTS.blocks or (begun == limit and remaining == 0):
                 launches.append(count)
-                blocks, count, begun = 0, 0, int(left > 0)
+                blocks, count, begun = 0, 0, int(remaining > 0)
     return [*launches, count] if count or not launches else launches
 
 
@@ -419,10 +421,11 @@ def _launches(tensors: tuple[Array, ...], limit: int) -> list[int]:
 
 
 def matrix_product(call: Call) -> list[Kernel]:
-    operands = _multiplied(call)
-    if len(operands) < 2:
+    matrices = [array for array in call.inputs if len(array.shape) >= 1]
+    if len(matrices) < 2:
         return [("gemm", PRODUCTS.start)]
-    left, right = operands
+    is_last = call.name.startswith(("add", "badd", "_addmm")) and len(matrices) > 2  # what is added stands first
+    left, right = matrices[-2:] if is_last else matrices[:2]
     if call.name in ("addr", "outer") or len(left.shape) == 1 or len(right.shape) == 1:
         return [_vector_product(call, left, right, *call.outputs)]
     folds = call.name in ("linear", "matmul") and len(right.shape) == 2
@@ -433,13 +436,6 @@ def matrix_product(call: Call) -> list[Kernel]:
     batch = 1 if folds else prod(left.shape[:-2]) if len(left.shape) > 2 else prod(right.shape[:-2])
     dtype = call.dtype()
     return [(f"gemm_{dtype}", product(call.device, rows, columns, left.shape[-1], dtype, left.item_size, batch))]
-
-
-def _multiplied(call: Call) -> list[Array]:
-    """What is added to the product stands before it."""
-    matrices = [one for one in call.inputs if len(one.shape) >= 1]
-    adds = call.name.startswith(("add", "badd", "_addmm")) and len(matrices) > 2
-    return matrices[-2:] if adds else matrices[:2]
 
 
 def _vector_product(call: Call, *operands: Array) -> Kernel:
@@ -484,7 +480,7 @@ def attend(call: Call) -> list[Kernel]:
 def attend_backward(call: Call) -> list[Kernel]:
     """Its inputs begin with the gradient of the result, or with the query."""
     query = call.inputs[0]
-    same = [one for one in call.inputs if len(one.shape) == 4 and one.shape[-1] == query.shape[-1]]
+    same = [array for array in call.inputs if len(array.shape) == 4 and array.shape[-1] == query.shape[-1]]
     if not same:
         raise NoLaw("no heads of four dimensions")
     keys = same[2] if len(same) > 3 else same[min(1, len(same) - 1)]
@@ -511,36 +507,24 @@ def attend_whole(call: Call) -> list[Kernel]:
 
 
 def _attention(call: Call, query: Array, key: Array, backward: bool = False) -> list[Kernel]:
-    *heads, queries, width = query.shape
-    keys, causal = key.shape[-2], bool(call.arguments.get("is_causal", False))
-    attention = _tiled_attention if call.dtype() in _TENSOR_CORES else _plain_attention
-    spent = attention(call.device, prod(heads), queries, keys, width, causal, backward)
+    *batch_and_heads, queries, width = query.shape
+    device, heads, keys = call.device, prod(batch_and_heads), key.shape[-2]
+    causal = bool(call.arguments.get("is_causal", False))
+    if call.dtype() in _TENSOR_CORES:  # a block for each tile of queries, past all of its keys; backward vice versa
+        tile, law = ATTENTION.tile, ATTENTION.backward if backward else ATTENTION.forward
+        tiled, others = (keys, queries) if backward else (queries, keys)
+        padded = -(-others // tile) * tile
+        passed = (padded + tile) / 2 if causal else padded
+        slower = ATTENTION.rate / device.rate("bfloat16") * device.multiprocessors / ATTENTION.multiprocessors
+        waves = -(-heads * -(-tiled // tile) // device.multiprocessors)
+        spent = float(waves * (law["begin"] + passed * law["each"] * max(1.0, width / 64) ** law["wider"]) * slower)
+    else:  # arithmetic, over tiles of 64
+        length, depth = (-(-count // 64) * 64 for count in (queries, keys))
+        operations = 4.0 * heads * length * depth * width * (0.5 if causal else 1.0)
+        operations *= ATTENTION.plain_backward if backward else 1.0
+        share = ATTENTION.plain_share if width <= 64 or backward else ATTENTION.plain_share_wide
+        spent = float(operations / (device.rate("float32") * share))
     return [(f"flash_attention_{'backward' if backward else 'forward'}", lasts(ATTENTION.start, spent))]
-
-
-def _tiled_attention(
-    device: Device, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool
-) -> float:
-    """A block for each tile of queries, past all of its keys; backward the other way round."""
-    mine, others = (keys, queries) if backward else (queries, keys)
-    tile = ATTENTION.tile
-    padded = -(-others // tile) * tile
-    passed = (padded + tile) / 2 if causal else padded
-    law = ATTENTION.backward if backward else ATTENTION.forward
-    slower = ATTENTION.rate / device.rate("bfloat16") * device.multiprocessors / ATTENTION.multiprocessors
-    waves = -(-heads * -(-mine // tile) // device.multiprocessors)
-    return float(waves * (law["begin"] + passed * law["each"] * max(1.0, width / 64) ** law["wider"]) * slower)
-
-
-def _plain_attention(
-    device: Device, heads: int, queries: int, keys: int, width: int, causal: bool, backward: bool
-) -> float:
-    """Without tensor cores: arithmetic, over tiles of 64."""
-    length, depth = (-(-one // 64) * 64 for one in (queries, keys))
-    operations = 4.0 * heads * length * depth * width * (0.5 if causal else 1.0)
-    operations *= ATTENTION.plain_backward if backward else 1.0
-    share = ATTENTION.plain_share if width <= 64 or backward else ATTENTION.plain_share_wide
-    return float(operations / (device.rate("float32") * share))
 
 
 # Convolutions: implicit products over channels last, and what cuDNN does around them
@@ -583,7 +567,7 @@ def _convolution(call: Call, source: Array, filters: Array, result: Array, turn:
     if cores and channels < CONVOLUTIONS.channels:
         return [*_transposed(call, source, result), *_padded(call, source, channels), _shallow(result, taps, turn)]
     # one tap at every pixel needs no other layout: a plain product does
-    plain = taps == 1 and all(one == 1 for one in call.arguments.get("stride", ())) and len(source.shape) > 2
+    plain = taps == 1 and all(stride == 1 for stride in call.arguments.get("stride", ())) and len(source.shape) > 2
     around = _transposed(call, source, result, filters) if cores and not plain else []
     return [*around, _implicit_product(call, source, filters, result, turn, groups)]
 
@@ -614,9 +598,9 @@ def _transposed(call: Call, source: Array, result: Array, filters: Array | None 
         return []
     law, of_filters = CONVOLUTIONS.transposing, CONVOLUTIONS.transposing_filters
     kernels: list[Kernel] = []
-    for one in (source, result):
-        if not one.channels_last:
-            limits = call.streaming(2 * one.size, law["share"]), call.each(one.elements, law["rate"])
+    for array in (source, result):
+        if not array.channels_last:
+            limits = call.streaming(2 * array.size, law["share"]), call.each(array.elements, law["rate"])
             kernels.append(("nchw_to_nhwc", lasts(law["start"], *limits)))
     if kernels and filters is not None:
         turned = lasts(of_filters["start"], call.each(filters.elements, of_filters["rate"]))
@@ -660,7 +644,7 @@ def _depthwise(call: Call, source: Array, result: Array, taps: int, turn: str) -
 
 def recur(call: Call) -> list[Kernel]:
     source, backward = call.inputs[0], call.name.endswith("_backward")
-    weights = [one for one in call.inputs[1:] if len(one.shape) == 2]
+    weights = [array for array in call.inputs[1:] if len(array.shape) == 2]
     packed = int(call.arguments.get("batch_sizes", 0))
     steps = packed or source.shape[0]
     if not steps and len(source.shape) != 3:
@@ -672,8 +656,8 @@ def recur(call: Call) -> list[Kernel]:
     for layer in range(max(1, len(weights) // 2)):
         of_input, of_state = weights[2 * layer : 2 * layer + 2] if len(weights) >= 2 else (source, source)
         whole = product(call.device, steps * batch, of_input.shape[0], of_input.shape[1], dtype, width)
-        one = product(call.device, batch, of_state.shape[0], of_state.shape[1], dtype, width) - PRODUCTS.start
-        step = PRODUCTS.start + RECURRENT.gates + round(one * thin)
+        single = product(call.device, batch, of_state.shape[0], of_state.shape[1], dtype, width) - PRODUCTS.start
+        step = PRODUCTS.start + RECURRENT.gates + round(single * thin)
         kernels += [("rnn_input_gemm", whole)] * times
         kernels += [("rnn_step", step)] * (steps * times)
     return kernels

@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -77,18 +78,20 @@ def measure(
     on_progress: Callable[[str], object] = lambda _what: None,
 ) -> MachineFigures:
     """Measure the current device. It should be idle, and so should its host."""
-    sizes = sizes or Sizes()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    sizes = _that_fit(sizes, properties.total_memory)
+    sizes, largest = sizes or Sizes(), properties.total_memory // 10
+    copied, streamed = min(sizes.copied, largest), min(sizes.streamed, largest)
     on_progress("launches")
-    one = torch.ones(16, device="cuda")
-    launch, view = _host_time(lambda: one.mul_(1), now), _host_time(lambda: one.view(4, 4), now)
-    read = _alone(one[0].item, now)
+    small = torch.ones(16, device="cuda")
+    launch, view = _host_time(lambda: small.mul_(1), now), _host_time(lambda: small.view(4, 4), now)
+    read = _host_time(small[0].item, now, calls=1, rounds=4 * ROUNDS)
     on_progress("memory")
     malloc, free = _driver_calls(now)
     on_progress("copies")
-    pinning = _pinning(sizes.copied, now)
-    inward, home = _copies(sizes.copied)
+    begun = now()
+    torch.empty(copied, dtype=torch.uint8, device="cpu", pin_memory=True)  # once: what was pinned before is kept
+    pinning = (now() - begun) / copied
+    inward, home = _copies(copied)
     on_progress("matrix products")
     return MachineFigures(
         name=properties.name,
@@ -105,38 +108,21 @@ def measure(
         to_host=home[0],
         pageable_to_device=inward[1],
         pageable_to_host=home[1],
-        bandwidth=_bandwidth(sizes.streamed),
+        bandwidth=_bandwidth(streamed),
         products={dtype: _product(dtype, sizes.product) for dtype in DTYPES},
     )
 
 
-def _that_fit(sizes: Sizes, memory: int) -> Sizes:
-    """On a small device smaller ones."""
-    share = memory // 10
-    return Sizes(min(sizes.copied, share), min(sizes.streamed, share), sizes.product)
-
-
-def _host_time(call: Callable[[], object], now: Callable[[], int]) -> int:
-    """A call's share of a row of calls, while the device is not yet behind."""
+def _host_time(call: Callable[[], object], now: Callable[[], int], calls: int = CALLS, rounds: int = ROUNDS + 1) -> int:
+    """A call's share of a row of calls, which begins on an idle device and is too short to fill its queue."""
     spent = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds):
         torch.cuda.synchronize()
         begun = now()
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
-        spent.append((now() - begun) / CALLS)
+        spent.append((now() - begun) / calls)
     torch.cuda.synchronize()
-    return round(median(spent[1:]))
-
-
-def _alone(call: Callable[[], object], now: Callable[[], int]) -> int:
-    """A call on an idle device, until it comes back."""
-    spent = []
-    for _ in range(4 * ROUNDS):
-        torch.cuda.synchronize()
-        begun = now()
-        call()
-        spent.append(now() - begun)
     return round(median(spent[1:]))
 
 
@@ -154,13 +140,6 @@ def _driver_calls(now: Callable[[], int]) -> tuple[int, int]:
         torch.cuda.empty_cache()
         given.append(now() - begun)
     return round(median(taken[1:])), round(median(given[1:]))
-
-
-def _pinning(size: int, now: Callable[[], int]) -> float:
-    """Once: memory that was pinned before comes from a cache."""
-    begun = now()
-    torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return (now() - begun) / size
 
 
 def _device_time(call: Callable[[], object], rounds: int = ROUNDS) -> float:
@@ -206,8 +185,8 @@ def _product(dtype: str, size: int) -> float:
     try:
         kind = torch.float32 if dtype.endswith("float32") else getattr(torch, dtype)
         # drawn, not constant: a GPU multiplies zeros with less power, and so faster
-        one, other = (torch.randn(size, size, device="cuda").to(kind) for _ in range(2))
-        return 2 * size**3 / _device_time(lambda: torch.mm(one, other))
+        matrix, other = (torch.randn(size, size, device="cuda").to(kind) for _ in range(2))
+        return 2 * size**3 / _device_time(lambda: torch.mm(matrix, other))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
@@ -217,7 +196,7 @@ def _product(dtype: str, size: int) -> float:
 PATIENCE = 20.0
 """Seconds in which each rank must come from one probe to the next. The longest one takes two."""
 PATIENCE_OF_PYTORCH = 30
-"""Times `PATIENCE`: PyTorch's own limit, which must not strike before ours says who is late."""
+"""Times `PATIENCE`: PyTorch's own limit, which must not strike before `_Deadline` says who is late."""
 SLOW_COLLECTIVE = 200_000_000
 """A collective that takes so long is not tried with more bytes."""
 LONG_MESSAGE, SMALL_MESSAGE = 64 << 20, 1 << 10
@@ -254,7 +233,7 @@ class CopyRates:
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """Of the slowest rank, in nanoseconds; sizes are bytes of a rank's larger tensor."""
+    """Nanoseconds of the slowest rank; sizes are bytes of a rank's larger tensor."""
 
     name: str
     ranks: int
@@ -280,7 +259,8 @@ class LinkFigures:
         return list(dict.fromkeys(place.host for place in self.places))
 
     def curve(self, name: str, hosts: int) -> CollectiveTimes | None:
-        return next((one for one in self.collectives if (one.name, min(one.hosts, 2)) == (name, min(hosts, 2))), None)
+        wanted = (name, min(hosts, 2))
+        return next((curve for curve in self.collectives if (curve.name, min(curve.hosts, 2)) == wanted), None)
 
 
 # From outside: the ranks' processes
@@ -297,16 +277,16 @@ def measure_links(ranks: int, patience: float = PATIENCE) -> LinkFigures:
     with tempfile.TemporaryFile("w+") as said:
         started = [
             subprocess.Popen(
-                command, env={**shared, "RANK": str(one), "LOCAL_RANK": str(one)}, stdout=said, stderr=said
+                command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=said, stderr=said
             )
-            for one in range(ranks)
+            for rank in range(ranks)
         ]
         try:
             codes = _ended(started, patience)
         finally:
-            for one in started:
-                one.kill()
-                one.wait()
+            for process in started:
+                process.kill()
+                process.wait()
         if any(codes) or not store.check(["figures"]):
             said.seek(0)
             raise BadInput(_why_ended(codes, store, said.read()))
@@ -316,12 +296,12 @@ def measure_links(ranks: int, patience: float = PATIENCE) -> LinkFigures:
 def _ended(started: Sequence[subprocess.Popen[bytes]], patience: float) -> list[int]:
     """The exit codes, as far as they are known a moment after the first rank failed."""
     until = time.monotonic() + PATIENCE_OF_PYTORCH * patience
-    codes = [one.poll() for one in started]
+    codes = [process.poll() for process in started]
     while None in codes and time.monotonic() < until:
         if any(codes):
             until = min(until, time.monotonic() + 1.0)
         time.sleep(0.05)
-        codes = [one.poll() for one in started]
+        codes = [process.poll() for process in started]
     return [code or 0 for code in codes]
 
 
@@ -346,9 +326,10 @@ def measure_as_rank(patience: float = PATIENCE) -> LinkFigures | None:
     try:
         store = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=patience)))[0]
     except (RuntimeError, ValueError) as error:
-        why = f"port {os.environ.get('MASTER_PORT')} is taken; give the job another MASTER_PORT."
-        taken = "EADDRINUSE" in str(error)
-        raise BadInput(why if taken else f"rank {rank} could not meet the others: {_first_line(error)}") from None
+        if "EADDRINUSE" in str(error):
+            taken = f"port {os.environ.get('MASTER_PORT')} is taken; give the job another MASTER_PORT."
+            raise BadInput(taken) from None
+        raise BadInput(f"rank {rank} could not meet the others: {_first_line(error)}") from None
     store.set_timeout(timedelta(seconds=PATIENCE_OF_PYTORCH * patience))
     with _Deadline(store, rank, world, patience) as deadline, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -432,8 +413,8 @@ class _Rank:
         limit = timedelta(seconds=PATIENCE_OF_PYTORCH * self.deadline.patience)
         backend = "nccl" if self.cuda else "gloo"
         dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.world, timeout=limit)
-        places = [typed(RankPlace, one) for one in self._of_all(asdict(_place(self.device)))]
-        copies = [typed(CopyRates, one) for one in self._of_all(asdict(self._copies(places)))] if self.cuda else []
+        places = [typed(RankPlace, place) for place in self._of_all(asdict(_place(self.device)))]
+        copies = [typed(CopyRates, rates) for rates in self._of_all(asdict(self._copies(places)))] if self.cuda else []
         rates, message = self._pairs()
         curves = list(self._collectives(places))
         found = LinkFigures(
@@ -446,12 +427,12 @@ class _Rank:
         self.store.set("figures", json.dumps(asdict(found)))
         return found
 
-    def _of_all(self, mine: Any) -> list[Any]:
+    def _of_all(self, value: Any) -> list[Any]:
         """What each rank says, in order."""
         self.deadline.reach("telling the others where it runs")
         number = self.deadline.count
-        self.store.set(f"said{number}/{self.rank}", json.dumps(mine))
-        return [json.loads(self.store.get(f"said{number}/{one}")) for one in range(self.world)]
+        self.store.set(f"said{number}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"said{number}/{rank}")) for rank in range(self.world)]
 
     # copies
 
@@ -461,8 +442,9 @@ class _Rank:
         pinned = torch.zeros(LONG_MESSAGE, dtype=torch.uint8, device="cpu", pin_memory=True)
         ways = (lambda: device.copy_(pinned, non_blocking=True)), (lambda: pinned.copy_(device, non_blocking=True))
         alone: tuple[float, ...] = ()
-        turn = sum(one.host == places[self.rank].host for one in places[: self.rank])
-        for number in range(max(sum(one.host == host for one in places) for host in {one.host for one in places})):
+        turn = sum(place.host == places[self.rank].host for place in places[: self.rank])
+        most_on_a_host = max(Counter(place.host for place in places).values())
+        for number in range(most_on_a_host):
             self._meet("copies alone")
             if number == turn:
                 alone = tuple(LONG_MESSAGE / _device_time(copy) for copy in ways)
@@ -482,10 +464,11 @@ class _Rank:
 
     def _pairs(self) -> tuple[tuple[tuple[float, ...], ...], int]:
         size = 4 * LONG_MESSAGE if self.cuda else LONG_MESSAGE // 16
-        known = {pair: times for told in self._of_all(self._received(size)) for pair, times in told.items()}
+        known = {pair: times for received in self._of_all(self._received(size)) for pair, times in received.items()}
         everyone = range(self.world)
         rates = tuple(
-            tuple(size / known[f"{one} {other}"][0] if one != other else 0.0 for other in everyone) for one in everyone
+            tuple(size / known[f"{source} {other}"][0] if source != other else 0.0 for other in everyone)
+            for source in everyone
         )
         return rates, round(median(small for _, small in known.values()))
 
@@ -495,15 +478,15 @@ class _Rank:
         took: dict[str, tuple[float, float]] = {}
         for meeting in _meetings(self.world):
             self._meet("messages between two ranks")
-            for one, other in (pair for two in meeting for pair in (two, two[::-1])):
-                if self.rank in (one, other):
-                    times = self._message(one, other, large), self._message(one, other, small)
-                    took |= {f"{one} {other}": times} if self.rank == other else {}
+            for sender, other in (pair for two in meeting for pair in (two, two[::-1])):
+                if self.rank in (sender, other):
+                    times = self._message(sender, other, large), self._message(sender, other, small)
+                    took |= {f"{sender} {other}": times} if self.rank == other else {}
         return took
 
-    def _message(self, one: int, other: int, data: Tensor) -> float:
+    def _message(self, sender: int, other: int, data: Tensor) -> float:
         """Nanoseconds from one rank to another, in the best of three rounds: what the link can do."""
-        act, peer = (dist.isend, other) if self.rank == one else (dist.irecv, one)
+        act, peer = (dist.isend, other) if self.rank == sender else (dist.irecv, sender)
 
         def pass_on() -> None:
             for work in dist.batch_isend_irecv([dist.P2POp(act, data, peer)]):
@@ -514,7 +497,7 @@ class _Rank:
     # collectives
 
     def _collectives(self, places: Sequence[RankPlace]) -> Iterator[CollectiveTimes]:
-        """Of all ranks; of several hosts, those of the first one too, among themselves."""
+        """Among all ranks, and with several hosts also among the ranks of the first one."""
         hosts = len({place.host for place in places})
         yield from self._curves(dist.group.WORLD, range(self.world), hosts)
         beside = [rank for rank, place in enumerate(places) if place.host == places[0].host]
@@ -534,7 +517,7 @@ class _Rank:
             yield CollectiveTimes(name, len(members), hosts, tuple(known), tuple(times))
 
     def _collective(self, name: str, size: int, group: Any, members: Sequence[int]) -> int:
-        """Of the slowest rank, the median of three rounds; who is not of the group learns it too."""
+        """The median of three rounds on the slowest rank; ranks outside of the group learn it too."""
         took = 0.0
         if self.rank in members:
             data = torch.ones(max(size // 4 // len(members), 1) * len(members), device=self.device)
@@ -549,20 +532,18 @@ class _Rank:
 
     def _spent(self, call: Callable[[], Any], turns: int) -> tuple[float, float]:
         """Nanoseconds of one of several calls after a first, at which the ranks meet; and the host's for asking."""
-        if not self.cuda:
-            call()
-            begun = time.perf_counter_ns()
-            for _ in range(turns):
-                call()
-            return (time.perf_counter_ns() - begun) / turns, 0.0
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SLEEP)
+        if self.cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(SLEEP)
         call()
-        begin.record()
+        if self.cuda:
+            begin.record()
         begun = time.perf_counter_ns()
         for _ in range(turns):
             call()
         asked = (time.perf_counter_ns() - begun) / turns
+        if not self.cuda:
+            return asked, 0.0
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e6 / turns, asked
@@ -584,7 +565,7 @@ def collective_calls(data: Tensor, group: Any, ranks: int) -> dict[str, Callable
 def _meetings(ranks: int) -> list[list[tuple[int, int]]]:
     """Each two once: pair by pair, or of many ranks in rounds in which each has one partner."""
     if ranks <= PAIRED_RANKS:
-        return [[(one, other)] for one in range(ranks) for other in range(one + 1, ranks)]
+        return [[(first, other)] for first in range(ranks) for other in range(first + 1, ranks)]
     seats = [*range(ranks), *([-1] if ranks % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -637,13 +618,13 @@ def _topology() -> str:
     """Addresses of the GPUs as the driver counts them, and its table of how they are joined."""
     asked = (["--query-gpu=index,pci.bus_id", "--format=csv,noheader"], ["topo", "-m"])
     try:
-        told = [
-            subprocess.run(["nvidia-smi", *one], capture_output=True, text=True, timeout=10, check=False).stdout
-            for one in asked
+        answers = [
+            subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=10, check=False).stdout
+            for query in asked
         ]
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return "\n".join(told)
+    return "\n".join(answers)
 
 
 if __name__ == "__main__":

@@ -34,18 +34,18 @@ _TABLE = tuple(
 )
 LAWS: Mapping[str, Law] = {name: law for law in _TABLE for name in law.names.split()}
 _LISTS = Law(laws.multi_tensor, needs=(), asks=("lists",))
-"""Of all `_foreach_…` and `_fused_…` operators that are not listed. `lists`: how many lists of tensors were flattened
-into the inputs."""
+"""The law of all `_foreach_…` and `_fused_…` operators that are not listed. `lists`: how many lists of tensors were
+flattened into the inputs."""
 _ELEMENTWISE = Law(laws.elementwise, needs=())
 
 
 def law_of(name: str) -> Law:
-    """Of an operator, given without its namespace and overload."""
+    """The law of an operator, named without its namespace and overload."""
     return LAWS.get(name) or (_LISTS if name.startswith(("_foreach_", "_fused_")) else _ELEMENTWISE)
 
 
 class OperatorCosts:
-    """Of one device. They are kept by name and tensors, so a training loop pays for them once."""
+    """The costs on one device. They are kept by name and tensors, so a training loop pays for them once."""
 
     def __init__(
         self, device: Device, allows_tf32: Callable[[], bool] = lambda: False, notes: list[str] | None = None
@@ -68,11 +68,15 @@ class OperatorCosts:
     ) -> tuple[Kernel, ...]:
         """Name and work of each kernel. `name` without its namespace and overload; tensors in the schema's order."""
         law = law_of(name)
-        asked = tuple((one, _plain(arguments[one])) for one in law.asks if one in arguments) if arguments else ()
+        asked = (
+            tuple((wanted, _plain(arguments[wanted])) for wanted in law.asks if wanted in arguments)
+            if arguments
+            else ()
+        )
         tf32 = law.depends_on_precision and self.allows_tf32()
         key = (name, inputs, outputs, asked, tf32)
         if key not in self._known:
-            given, made = (tuple(Array(*one) for one in some) for some in (inputs, outputs))
+            given, made = (tuple(Array(*operand) for operand in side) for side in (inputs, outputs))
             call = Call(self.device, name, given, made, dict(asked), tf32)
             self._known[key] = tuple(self._found(law, call))
         return self._known[key]

@@ -21,26 +21,31 @@ _UNNUMBERED = 1 << 63
 """What accumulates a gradient has no number of its own: it runs where the gradient was made."""
 _MOST_CHOICES = 1 << 16
 
-
 NOT_CHOSEN = -1
-"""What was chosen before within a backward pass, where the engine had chosen."""
-_BY_ANY_THREAD: defaultdict[int, set[int | None]] = defaultdict(set)
-"""Of each device the streams that were ever chosen."""
-_THREADS = set[int]()
-"""That have chosen one."""
+"""Stands for the stream before a hook chose one: the engine had chosen it."""
 
 
-class ForwardStreams(threading.local):
-    """Which stream of a device this thread had chosen, from which number on; None for the default stream."""
+class _Choices(threading.local):
+    """By device, which streams this thread chose, and from which number on; None for the default stream."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, list[int]] = {}
-        self._streams: dict[int, list[int | None]] = {}
+        self.numbers: dict[int, list[int]] = {}
+        self.streams: dict[int, list[int | None]] = {}
+
+
+class ForwardStreams:
+    """Which streams the threads of this process chose."""
+
+    def __init__(self) -> None:
+        self._choices = _Choices()
+        self._threads = set[int]()
+        """Threads whose operations may run on another stream than the default one."""
+        self.chosen_by_any_thread: defaultdict[int, set[int | None]] = defaultdict(set)
 
     def choose(self, device: int, stream: int | None) -> None:
-        _THREADS.add(threading.get_ident())
-        _BY_ANY_THREAD[device].add(stream)
-        numbers, streams = self._numbers.setdefault(device, [0]), self._streams.setdefault(device, [None])
+        self.chosen_by_any_thread[device].add(stream)
+        numbers = self._choices.numbers.setdefault(device, [0])
+        streams = self._choices.streams.setdefault(device, [None])
         number = _next_number()
         if numbers[-1] == number:
             streams[-1] = stream
@@ -49,24 +54,34 @@ class ForwardStreams(threading.local):
             streams.append(stream)
         if len(numbers) > _MOST_CHOICES:
             del numbers[1 : _MOST_CHOICES // 2], streams[1 : _MOST_CHOICES // 2]
+        # a thread that only copied on its stream, as loaders do, has made no operation of autograd's
+        if number or any(latest is not None for *_, latest in self._choices.streams.values()):
+            self._threads.add(threading.get_ident())
+        else:
+            self._threads.discard(threading.get_ident())
 
     def begin_backward(self, clock: Any, host: Any) -> BackwardStreams | None:
-        """None where no stream was ever chosen: all runs on one."""
-        if not _THREADS:
+        """None where all runs on one stream."""
+        if not self._threads:
             return None
         callers = dict(host.chosen_streams)
         if host.backward_pass is not None:  # of a node whose own backward pass it is
             callers |= host.backward_pass.current
         return BackwardStreams(self, callers, clock)
 
-    def is_chosen(self, device: int) -> bool:
-        return device in self._numbers
+    def has_choices(self, device: int) -> bool:
+        """Whether this thread ever chose a stream of the device."""
+        return device in self._choices.numbers
 
-    def of(self, device: int, node: Any, otherwise: int | None) -> int | None:
+    def stream_of(self, device: int, node: Any, otherwise: int | None) -> int | None:
         number = node._sequence_nr()
         if number >= _UNNUMBERED:
             return otherwise
-        return self._streams[device][bisect_right(self._numbers[device], number) - 1]
+        return self._choices.streams[device][bisect_right(self._choices.numbers[device], number) - 1]
+
+    def is_of_several_threads(self) -> bool:
+        """Whether operations of other threads may be in the graph: their numbers mean nothing in this thread."""
+        return bool(self._threads - {threading.get_ident()})
 
 
 class BackwardStreams:
@@ -76,32 +91,32 @@ class BackwardStreams:
         self._forward, self._callers, self._clock = forward, callers, clock
         self.current: dict[int, int | None] = {}
         """The stream of the operation that runs now, by device."""
-        self._used: dict[int, set[int | None]] = {}
-        self._own: dict[int, int | None] = {}  # where a hook has chosen one itself, what stood there before
-        if _THREADS - {threading.get_ident()}:  # the numbers of other threads' operations say nothing here
-            self._wait_for_all()
+        self._used: defaultdict[int, set[int | None]] = defaultdict(set)
+        self._before_hook: dict[int, int | None] = {}  # by device, where a hook has chosen a stream itself
+        if forward.is_of_several_threads():
+            self._order_all()
 
     def stream(self, device: int, chosen: int | None) -> int | None:
         """For the operator that runs now, where the thread has `chosen` a stream: a hook may have done so itself."""
-        if device in self._own or not self._forward.is_chosen(device):
+        if device in self._before_hook or not self._forward.has_choices(device):
             return chosen
         node = _current_node()
         before = self.current.get(device, self._callers.get(device))
-        stream = before if node is None else self._forward.of(device, node, before)
+        stream = before if node is None else self._forward.stream_of(device, node, before)
         if stream != before:
             self.current[device] = stream
             self._forward.choose(device, stream)  # also for operations that are made now, to go back again
             self._wait(device, stream, before)
-            self._used.setdefault(device, set()).add(stream)
+            self._used[device].add(stream)
         return stream
 
     def choose(self, device: int, stream: int | None, chosen: int | None) -> tuple[int | None, int | None]:
-        """A hook chooses a stream: what stands there from now on, and what to give back later."""
+        """A hook chooses a stream: which one is chosen from now on, and what to give back later."""
         if stream == NOT_CHOSEN:
-            return self._own.pop(device, None), None
-        if device in self._own:
+            return self._before_hook.pop(device, None), None
+        if device in self._before_hook:
             return stream, chosen
-        self._own[device] = chosen
+        self._before_hook[device] = chosen
         return stream, NOT_CHOSEN
 
     def end(self) -> None:
@@ -109,25 +124,24 @@ class BackwardStreams:
             for stream in streams:
                 self._wait(device, self._callers.get(device), stream)
             self._forward.choose(device, self._callers.get(device))
-        if _THREADS - {threading.get_ident()}:
-            self._wait_for_all()
+        if self._forward.is_of_several_threads():
+            self._order_all()
 
     def _wait(self, device: int, stream: int | None, other: int | None) -> None:
-        first, second = self._number(device, stream), self._number(device, other)
+        first, second = self._lane(device, stream), self._lane(device, other)
         if first != second:
             self._clock.wait(first, self._clock.record(second))
 
-    def _wait_for_all(self) -> None:
-        """Take them to be ordered, which the clock leaves out: an order too much causes no false alarm."""
+    def _order_all(self) -> None:
+        """Take all streams to be ordered, which the clock leaves out: an order too much causes no false alarm."""
         order = self._clock.order
-        for device, streams in _BY_ANY_THREAD.items():
-            caller = self._number(device, self._callers.get(device))
-            others = {self._number(device, stream) for stream in streams} - {caller}
+        for device, streams in self._forward.chosen_by_any_thread.items():
+            caller = self._lane(device, self._callers.get(device))
+            others = {self._lane(device, stream) for stream in streams} - {caller}
             for other in others:
                 order.stream_waits(caller, order.at(other))
             for other in others:
                 order.stream_waits(other, order.at(caller))
 
-    def _number(self, device: int, stream: int | None) -> int:
-        number: int = self._clock.default_stream(device) if stream is None else stream
-        return number
+    def _lane(self, device: int, stream: int | None) -> int:
+        return int(self._clock.default_stream(device) if stream is None else stream)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
 from keepbusy.instrument.lines import warn_program
-from keepbusy.virtual.clock.lanes import BEGINNING
+from keepbusy.virtual.clock.captures import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import refusal
@@ -39,7 +39,7 @@ _IGNORE, _WARN, _RAISE = range(3)
 
 class _SyncDebug:
     mode = _IGNORE
-    introduced = False  # whether the program has been told that this is a prototype
+    introduced = False  # whether the warning that this is a prototype was given
 
 
 def _set_sync_debug(mode: int) -> None:
@@ -69,14 +69,9 @@ class Event:
     """A point in the order of a stream. Until it is recorded, nobody waits for it."""
 
     def __init__(
-        self,
-        device: Any = None,
-        *,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
+        self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False,
         external: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if interprocess:
             _no_shared_events()
         self.moment = BEGINNING
@@ -259,20 +254,20 @@ def _scatter(
 
 
 def _scatter_out(tensor: Tensor, out: list[Tensor], dim: int, streams: Any) -> list[Tensor]:
-    parts = tensor.split([one.size(dim) for one in out], dim)
-    return [one.copy_(part, non_blocking=True) for one, part in zip(out, parts, strict=True)]
+    parts = tensor.split([target.size(dim) for target in out], dim)
+    return [target.copy_(part, non_blocking=True) for target, part in zip(out, parts, strict=True)]
 
 
 def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
     """One after the other along `dim`, on a device or, for -1, on the host."""
     shape = list(tensors[0].shape)
-    shape[dim] = sum(one.size(dim) for one in tensors)
+    shape[dim] = sum(tensor.size(dim) for tensor in tensors)
     where = torch.device("cpu") if destination == -1 else torch.device("cuda", destination)
     return _gather_out(tensors, torch.empty(shape, dtype=tensors[0].dtype, device=where), dim)
 
 
 def _gather_out(tensors: Sequence[Tensor], out: Tensor, dim: int) -> Tensor:
-    for part, tensor in zip(out.split([one.size(dim) for one in tensors], dim), tensors, strict=True):
+    for part, tensor in zip(out.split([tensor.size(dim) for tensor in tensors], dim), tensors, strict=True):
         part.copy_(tensor, non_blocking=out.is_cuda)
     return out
 
@@ -282,17 +277,17 @@ def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
 
 
 def _broadcast_out(tensor: Tensor, out: list[Tensor]) -> list[Tensor]:
-    return [one.copy_(tensor, non_blocking=True) for one in out]
+    return [target.copy_(tensor, non_blocking=True) for target in out]
 
 
 def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
-    """Of each device all tensors, sent in a few large buffers; the first device has them already."""
+    """All tensors on each device, sent in a few large buffers; the first device has them already."""
     results = [list(tensors)]
     for device in devices[1:]:
         copies: list[Tensor] = []
         for group in _take_tensors(tensors, buffer_size):
             (buffer,) = _broadcast(_flatten_dense_tensors(group), [device])
-            copies += [one.data for one in _unflatten_dense_tensors(buffer, group)]
+            copies += [copy.data for copy in _unflatten_dense_tensors(buffer, group)]
         results.append(list(_reorder_tensors_as(copies, tensors)))
     return results
 
@@ -302,15 +297,7 @@ def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buff
 _Storage = torch.UntypedStorage
 _resize, _clone, _size = _Storage.resize_, _Storage.clone, torch._C.StorageBase.nbytes
 _logical_sizes: dict[int, int] = {}
-"""Of a shrunken storage its size as the program sees it. Its bytes stay, for FSDP will have them back."""
-
-
-def _patch_storages() -> None:
-    _Storage.cuda = _storage_to_device
-    _Storage.resize_ = _resize_storage
-    _Storage.size = _Storage.nbytes = _logical_size_of
-    _Storage.clone = _clone_storage
-    torch.serialization.register_package(5, lambda _storage: None, _load_storage)
+"""The size of a shrunken storage as the program sees it. Its bytes stay, for FSDP will have them back."""
 
 
 def _storage_to_device(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
@@ -355,7 +342,7 @@ def _load_storage(storage: Any, location: str) -> Any:
 
 
 class Initialization:
-    """`virtual_run` forgets it: what came before was ours."""
+    """`virtual_run` resets it: what happened before was not the program's."""
 
     requested = False
 
@@ -367,7 +354,7 @@ class Initialization:
     def happened(cls) -> bool:
         """Whether the program has asked for a device, had work done by one or holds memory of one."""
         stats = [MACHINE.memory.stats(device) for device in range(CURRENT.count)]
-        return cls.requested or MACHINE.clock.launched or any(one["segment.all.allocated"] for one in stats)
+        return cls.requested or MACHINE.clock.launched or any(of_device["segment.all.allocated"] for of_device in stats)
 
 
 # What a driver, its runtime and the allocator would answer.
@@ -382,6 +369,7 @@ def _numbers(stream: Stream) -> tuple[int, int, int]:
     return stream.lane, stream.device_index, DEVICE_TYPE
 
 
+_MAJOR, _MINOR = map(int, CUDA_VERSION.split("."))
 _native_config = torch._C._show_config()
 """What PyTorch says of itself. Once it believes in CUDA it asks a library that need not be there."""
 
@@ -392,11 +380,6 @@ def _show_config() -> str:
     cudnn = f"  - CuDNN {CUDNN_VERSION // 1000}.{CUDNN_VERSION // 100 % 10}.{CUDNN_VERSION % 100}\n"
     before, settings, after = _native_config.partition("  - Build settings")
     return before + runtime + cudnn + settings + after
-
-
-def _compiled_version() -> int:
-    major, minor = CUDA_VERSION.split(".")
-    return 1000 * int(major) + 10 * int(minor)
 
 
 def _architecture() -> str:
@@ -412,16 +395,11 @@ def _of_memory(answer: str) -> Callable[..., Any]:
     return lambda device=None: getattr(MACHINE.memory, answer)(CURRENT.index(device))
 
 
-_memory_info, _memory_stats = _of_memory("info"), _of_memory("stats")
-_reset_peak, _reset_accumulated = _of_memory("reset_peak"), _of_memory("reset_accumulated")
-
-
 def _empty_cache(device: int | None = None) -> None:
-    """Of one device, or of all that have been used."""
+    """The cache of one device, or of all that have been used."""
     with DeviceCall("cudaFree"):
         MACHINE.clock.allocate("emptyCache", MACHINE.device.host.event)  # a row even where nothing is freed
-        for one in range(CURRENT.count) if device is None else (device,):
-            MACHINE.memory.empty_cache(one)
+        MACHINE.memory.empty_cache(device)
 
 
 def _sleep(cycles: int) -> None:
@@ -457,23 +435,23 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     ),
     "_graph_pool_handle": graph_pool_handle,
     "_cuda_isCurrentStreamCapturing": lambda: current_stream().is_capturing(),
-    "_cuda_getCompiledVersion": _compiled_version,
+    "_cuda_getCompiledVersion": _constant(1000 * _MAJOR + 10 * _MINOR),
     "_cuda_getArchFlags": _architecture,
     "_cuda_set_sync_debug_mode": _set_sync_debug,
     "_cuda_get_sync_debug_mode": lambda: _SyncDebug.mode,
     "_cuda_sleep": _sleep,
     "_cuda_emptyCache": _empty_cache,
-    "_cuda_memoryStats": _memory_stats,
-    "_cuda_resetPeakMemoryStats": _reset_peak,
-    "_cuda_resetAccumulatedMemoryStats": _reset_accumulated,
+    "_cuda_memoryStats": _of_memory("stats"),
+    "_cuda_resetPeakMemoryStats": _of_memory("reset_peak"),
+    "_cuda_resetAccumulatedMemoryStats": _of_memory("reset_accumulated"),
     "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
     "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
     "_nccl_version_suffix": _constant(b""),
     "_accelerator_emptyCache": _empty_cache,
-    "_accelerator_getDeviceStats": _memory_stats,
-    "_accelerator_resetPeakStats": _reset_peak,
-    "_accelerator_resetAccumulatedStats": _reset_accumulated,
-    "_accelerator_getMemoryInfo": _memory_info,
+    "_accelerator_getDeviceStats": _of_memory("stats"),
+    "_accelerator_resetPeakStats": _of_memory("reset_peak"),
+    "_accelerator_resetAccumulatedStats": _of_memory("reset_accumulated"),
+    "_accelerator_getMemoryInfo": _of_memory("info"),
     "_accelerator_getStream": current_stream,
     "_accelerator_setStream": set_stream,
     "_accelerator_synchronizeDevice": synchronize,
@@ -506,7 +484,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "_get_device_properties": _properties,
     "set_device": lambda device: _set_device(CURRENT.index(device)),
     "get_arch_list": lambda: [_architecture()],
-    "mem_get_info": _memory_info,
+    "mem_get_info": _of_memory("info"),
     "ipc_collect": _constant(None),
     "is_tf32_supported": lambda: MACHINE.device.capability >= (8, 0),
 }
@@ -517,8 +495,8 @@ def patch() -> None:
     """From now on Python finds a GPU."""
     cuda, backends = torch.cuda, torch.backends
     settings = tuple(_ANSWERS["settings"].split())
-    native = [one for one in dir(torch._C) if one.startswith(("_cuda_", "_nccl_")) and not one.startswith(settings)]
-    native += [one for one in _ANSWERS["compiler"].split() if not hasattr(torch._C, one)]
+    native = [name for name in dir(torch._C) if name.startswith(("_cuda_", "_nccl_")) and not name.startswith(settings)]
+    native += [name for name in _ANSWERS["compiler"].split() if not hasattr(torch._C, name)]
     replace_everywhere(torch._C, {**{name: refusal(f"does not know torch._C.{name}") for name in native}, **_NATIVE})
     # else the profiler would record native events, and say of each that it cannot
     recorded = torch._C._autograd._supported_activities() | {torch.profiler.ProfilerActivity.CUDA}
@@ -548,20 +526,22 @@ def patch() -> None:
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
     if hasattr(torch.accelerator, "Graph"):
         torch.accelerator.Graph = AcceleratorGraph
-    _patch_storages()
+    _Storage.cuda, _Storage.resize_, _Storage.clone = _storage_to_device, _resize_storage, _clone_storage
+    _Storage.size = _Storage.nbytes = _logical_size_of
+    torch.serialization.register_package(5, lambda _storage: None, _load_storage)
 
 
 def replace_everywhere(owner: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
     """In their module, and in those of PyTorch that imported a function by its name and hold on to the native one."""
-    ours = {name: _function_named(name, answer) for name, answer in answers.items()}
-    native = {name: getattr(owner, name) for name in ours if hasattr(owner, name)}
-    for name, answer in ours.items():
+    functions = {name: _function_named(name, answer) for name, answer in answers.items()}
+    native = {name: getattr(owner, name) for name in functions if hasattr(owner, name)}
+    for name, answer in functions.items():
         setattr(owner, name, answer)
-    for module in [one for name, one in sys.modules.items() if name.startswith("torch.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("torch.")]:
         held = vars(module)
         for name in native.keys() & held.keys():
             if held[name] is native[name]:
-                setattr(module, name, ours[name])
+                setattr(module, name, functions[name])
 
 
 def _function_named(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:

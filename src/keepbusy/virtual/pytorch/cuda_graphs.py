@@ -3,195 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_left, insort
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, Self
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
 
-from keepbusy.virtual.clock.lanes import Graph
+from keepbusy.virtual.clock.captures import Graph
 from keepbusy.virtual.device_memory import PoolId
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import pinned_uses, refusal
-from keepbusy.virtual.pytorch.randomness import DEFAULTS, put_state, state_of
-from keepbusy.virtual.pytorch.tensors import VALUES, tensors_in, to_host
-
-# What a CUDA graph computes: recorded during its capture, computed again at each replay.
-#
-# While a stream captures, a GPU runs nothing. Here operators compute all the same, since PyTorch must
-# know what comes of them; but when the capture ends, whatever they wrote into is as it was before, and
-# their results hold nothing until the first replay. A replay computes the recorded steps into the same memory.
-
-_aten = torch.ops.aten
-_MAX_SIZE_RATIO = 2
-"""A piece of memory serves again where no more than half of it would lie idle."""
-
-
-class Arena:
-    """Host memory of graphs that share a pool. What dies in a capture serves again in it, as on a GPU."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[int, int, Any]] = []  # size, address and storage
-        self._returned: deque[Any] = deque()
-
-    def take(self, size: int) -> Any:
-        """A storage of at least so many bytes."""
-        while self._returned:
-            storage = self._returned.popleft()
-            insort(self._free, (storage.nbytes(), storage.data_ptr(), storage))
-        place = bisect_left(self._free, (size,))
-        if place < len(self._free) and self._free[place][0] <= _MAX_SIZE_RATIO * size:
-            return self._free.pop(place)[2]
-        return _aten.empty.memory_format([size], dtype=torch.uint8).untyped_storage()
-
-    def give_back(self, storage: Any) -> None:
-        """Safe anywhere, also in a finalizer."""
-        self._returned.append(storage)
-
-
-class Recording:
-    """One capture: its steps, and what must be undone when it ends."""
-
-    def __init__(self, arena: Arena, generators: Iterable[Any]) -> None:
-        self.arena = arena
-        self._steps: list[Callable[[], object]] = []
-        self._played = 0
-        self._results: list[tuple[Tensor, Tensor]] = []  # results of the operator at work, and where they are kept
-        self._kept: list[Tensor] = []
-        self._addresses: set[int] = set()  # addresses of its memory
-        self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # what was written into, and what it held
-        # by the address of what is behind it: the dispatcher makes a new Python object on its way
-        self._states = {one._cdata: (one, state_of(one)) for one in generators}
-        # by the state in the capture, the state in this replay
-        self._replayed_states: dict[tuple[int, bytes], Tensor] = {}
-
-    # during the capture
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A new result, moved to the graph's own memory."""
-        result = tensor
-        if 0 in tensor.stride():
-            tensor = tensor.contiguous()
-        last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        storage = self.arena.take((last + 1) * tensor.element_size() if tensor.numel() else 0)
-        kept = _over(storage, 0, tensor)
-        kept.copy_(tensor)
-        self._results.append((result, kept))
-        self._kept.append(kept)
-        self._addresses.add(storage.data_ptr())
-        return kept
-
-    def about_to_write(self, *tensors: Tensor) -> None:
-        """Remember what they hold, unless it is of this capture's making."""
-        for one in tensors:
-            place = (one.data_ptr(), one.shape, one.stride(), one.dtype)
-            if place not in self._before and one.untyped_storage().data_ptr() not in self._addresses:
-                self._before[place] = (one.detach(), one.clone())  # an operator may resize its view of them
-
-    def repeat(self, compute: Callable[[], Any], out: Any) -> None:
-        """An operator has computed `out`: at each replay, the same again, to where its results were kept."""
-        kept = defaultdict[int, deque[Tensor]](deque)  # an operator may give the same result twice
-        for tensor, place in self._results:
-            kept[id(tensor)].append(place)
-        targets = [kept[id(one)].popleft() if kept[id(one)] else None for one in tensors_in(out)]
-        self._results.clear()
-
-        def again() -> None:
-            for target, found in zip(targets, tensors_in(compute()), strict=True):
-                if target is not None:
-                    target.copy_(found)
-
-        self._steps.append(again if any(one is not None for one in targets) else compute)
-
-    def run(self, does: Callable[[], object], *written: Tensor) -> None:
-        """Do something now, and at each replay."""
-        self.about_to_write(*written)
-        does()
-        self._steps.append(does)
-
-    def draws_from(self, generator: Any) -> None:
-        """A GPU must know before the capture whose random numbers a graph draws."""
-        if generator._cdata not in self._states:
-            raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
-
-    def note_state(self, generator: Any, state: Tensor) -> None:
-        """The program took a state, and may put it back: a replay has another one there."""
-        if generator._cdata in self._states:
-            place = (generator._cdata, state.numpy().tobytes())
-            self.run(lambda: self._replayed_states.update({place: state_of(generator)}))
-
-    def put_back(self, generator: Any, state: Tensor) -> None:
-        place = (generator._cdata, state.numpy().tobytes())
-        if place not in self._replayed_states and not torch.equal(state, self._states[generator._cdata][1]):
-            raise NotImplementedError(
-                "keepbusy's virtual GPU cannot put back, within a capture, a random state from before it."
-            )
-        self.run(lambda: put_state(generator, self._replayed_states.get(place, state)))
-
-    def end(self) -> None:
-        """Nothing has run: memory and random states are as they were, and results hold nothing."""
-        with torch.inference_mode(False), torch.no_grad():
-            for target, held in reversed(self._before.values()):
-                target.copy_(held)
-            for one in self._kept:
-                one.fill_(float("nan")) if one.is_floating_point() or one.is_complex() else one.zero_()
-        for generator, state in self._states.values():
-            put_state(generator, state)
-        for done in (self._before, self._kept, self._addresses, self._results):
-            done.clear()
-
-    # at replay
-
-    def after_steps_so_far(self, does: Callable[[], object]) -> Callable[[], None]:
-        """For what must wait until the device gets there: plays the steps so far, then does it."""
-        so_far = len(self._steps)
-
-        def catch_up() -> None:
-            self._play(so_far)
-            does()
-
-        return catch_up
-
-    def begin(self) -> None:
-        self._played = 0
-        for place, (generator, state) in self._states.items():
-            self._replayed_states[place, state.numpy().tobytes()] = state_of(generator)
-
-    def finish(self) -> None:
-        """Play what has not been played since `begin`."""
-        self._play(len(self._steps))
-
-    def _play(self, until: int) -> None:
-        steps, self._played = self._steps[self._played : until], until
-        c = torch._C  # the program's own modes see nothing of what happens on the device
-        with (
-            torch.inference_mode(False), torch.no_grad(),
-            c._DisableTorchDispatch(), c._DisableAutocast(), c.DisableTorchFunction(),
-        ):  # fmt: skip
-            for step in steps:
-                step()
-
-
-def lasting(tensor: Tensor) -> Tensor:
-    """As `to_host`, but the device may give the tensor's memory to others: only the host's is kept."""
-    storage = MACHINE.host_memory(tensor)
-    with torch.inference_mode(False):
-        if storage is not None:
-            tensor = _over(storage, (tensor.data_ptr() - storage.data_ptr()) // tensor.element_size(), tensor)
-        return to_host(tensor)  # never resized in place: that would move the memory
-
-
-def _over(storage: Any, offset: int, like: Tensor) -> Tensor:
-    """A plain host tensor: one made in inference mode could not be written to outside."""
-    with torch.inference_mode(False):
-        made = _aten.empty.memory_format([0], dtype=like.dtype)
-        return _aten.set_.source_Storage_storage_offset(made, storage, offset, like.shape, like.stride())
-
+from keepbusy.virtual.pytorch.randomness import DEFAULTS
+from keepbusy.virtual.pytorch.recordings import Arena, Recording
+from keepbusy.virtual.pytorch.tensors import VALUES
 
 _private_pools, _handles = count(1), count(1)
 _arenas: WeakValueDictionary[PoolId, Arena] = WeakValueDictionary()
@@ -283,7 +109,7 @@ class CUDAGraph:
         if not self._keep_graph:
             self._instantiate(self._graph)
 
-    # what came of it
+    # after the capture
 
     def _captured(self, otherwise: str) -> Graph:
         if self._graph is None:

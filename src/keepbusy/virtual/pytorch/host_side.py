@@ -1,7 +1,7 @@
 """What the program does on the host: tensors made there, annotations, the backward pass, compiling, loaders' workers.
 
-On a clock that measures, operators on the host's own tensors take what they take here. A modelled one is told, by what
-they do with how many bytes or elements. Large sums and products are not told from small ones, Python between the
+On a clock that measures, operators on the host's own tensors take what they take here. On a modelled clock their time
+follows from what they do with how many bytes or elements. Sums and products cost their bytes alone, Python between the
 operators takes no time, and nor does what other threads and processes do.
 """
 
@@ -34,7 +34,7 @@ from keepbusy.instrument.patches import Patches, admit_scripts, when_imported
 from keepbusy.instrument.processes import KeptDescriptor, kept_pipe
 from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS, OWN_STEP
 from keepbusy.timeline.model import FrameKind
-from keepbusy.virtual.clock.lanes import BACKWARD_PASS
+from keepbusy.virtual.clock.host_thread import BACKWARD_PASS
 from keepbusy.virtual.clock.real_time import HostTime
 from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import Device
@@ -82,8 +82,8 @@ class HostOperator:
     __slots__ = ("name",)
 
     def __init__(self, name: str) -> None:
-        shown = _in_training_thread() and not MACHINE.clock.host().pauses
-        self.name = name if shown else ""
+        is_shown = _in_training_thread() and not MACHINE.clock.host().pauses
+        self.name = name if is_shown else ""
 
     def __enter__(self) -> None:
         if self.name:
@@ -136,7 +136,7 @@ def _pin_memory(_native: Callable[..., Any], tensor: Tensor, device: Any = None)
 
 
 def _pickle(native: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
-    pinned_uses.read(tensor)
+    pinned_uses.note_pickling(tensor)
     return native(tensor, *args)
 
 
@@ -165,17 +165,15 @@ _called: dict[int, weakref.ref[torch.nn.Module]] = {}
 """The modules that were called since the last mark."""
 
 
-def _begins_anew(module: torch.nn.Module) -> bool:
-    """Whether a round of modules begins with it: one that is called again, or the first one. So the layers of a model
-    that are called one by one make one step."""
+def _begins_step(module: torch.nn.Module) -> bool:
+    """Whether it is called again, or the first module. So the layers of a model that are called one by one make one
+    step."""
     known = _called.get(id(module))
-    is_new = known is None or known() is not module
-    if is_new and _called:
-        _called[id(module)] = weakref.ref(module)
-        return False
-    _called.clear()
+    is_first = not _called or (known is not None and known() is module)
+    if is_first:
+        _called.clear()
     _called[id(module)] = weakref.ref(module)
-    return True
+    return is_first
 
 
 def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,7 +188,7 @@ def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
             return native(self, *args, **kwargs)
         _inside.module = True
         try:
-            if not _begins_anew(self):
+            if not _begins_step(self):
                 return native(self, *args, **kwargs)
             MACHINE.enter(FrameKind.ANNOTATION, f"Forward#{type(self).__name__}")
             try:
@@ -441,7 +439,10 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         given: Any = args[0] if args else (kwargs or {}).get("tensor")  # which `torch.nn.init` names
         # a large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes
         unread = name in OPERATORS["initialise"] and not VALUES.real and type(given) is Parameter and not given.is_cuda
-        with PythonCalls() if _of_shards(args) else nullcontext():
+        first = args[0] if args else None
+        if isinstance(first, list) and first:
+            first = first[0]
+        with PythonCalls() if hasattr(first, "_local_tensor") else nullcontext():  # of DTensors
             left_out = unread and given.nbytes > CARRIED_SIZE
             made = given if left_out else _at_program(func, args)(*args, **(kwargs or {}))
         pinned_uses.note(name, args, kwargs or {}, made)
@@ -450,27 +451,21 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         return made
 
 
-def _of_shards(args: tuple[Any, ...]) -> bool:
-    """Whether an operator is called on DTensors."""
-    first = args[0] if args else None
-    return hasattr(first[0] if isinstance(first, list) and first else first, "_local_tensor")
-
-
 def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
     """What was made may be nothing new: then one argument was written into another. Sizes are tensors, too, while
     TorchScript traces."""
     taken, given = tensors_in(args), tensors_in(made if made is not None else args[1:])
     if name in ("__get__", "__set__", "backward") or torch.jit.is_tracing():
         return
-    if not given or not all(_is_of_host(one) for one in (*taken, *given)):
+    if not given or not all(_is_of_host(tensor) for tensor in (*taken, *given)):
         return
     name = name.removeprefix("__").removesuffix("__")
     duration = time_of(MACHINE.device, name, taken if made is not None else given, given)
     if duration < _SHORTEST_ROW:
         host = MACHINE.clock.host()
         host.modelled_time += duration
-        if host.modelled_time > _SHORTEST_ROW * (1 + host.looks.total()):
-            host.looks[MACHINE.places.here()] += 1
+        if host.modelled_time > _SHORTEST_ROW * (1 + host.sampled_places.total()):
+            host.sampled_places[MACHINE.places.here()] += 1
     else:
         with HostOperator(f"aten::{name}"):
             MACHINE.clock.work(duration)
@@ -484,11 +479,11 @@ def time_of(device: Device, name: str, taken: list[Tensor], given: list[Tensor])
     """Nanoseconds for an operator that made `given` from `taken`: a view, and memory that nobody fills, are free."""
     called, costs, tensors = device.host.view, device.host_tensors, (*taken, *given)
     address = given[0].untyped_storage().data_ptr()
-    is_view = any(given[0] is not one and one.untyped_storage().data_ptr() == address for one in taken)
+    is_view = any(given[0] is not tensor and tensor.untyped_storage().data_ptr() == address for tensor in taken)
     if name.startswith("empty") or is_view:
         return called
     rates = {"shuffles": costs.shuffle, "sorts": costs.sort, "draws": costs.draw, "by_element": costs.each}
     for kind, each in rates.items():
         if name.startswith(OPERATORS[kind]):
-            return called + round(max(one.numel() for one in tensors) * each)
-    return called + round(sum(one.numel() * one.element_size() for one in tensors) / costs.streaming)
+            return called + round(max(tensor.numel() for tensor in tensors) * each)
+    return called + round(sum(tensor.numel() * tensor.element_size() for tensor in tensors) / costs.streaming)

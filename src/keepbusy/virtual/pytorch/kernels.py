@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from keepbusy.timeline.model import NONE, Direction
+from keepbusy.virtual.clock.order import Command
 from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import NAMES, OPERATORS, cuda_api, randomness
-from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.tensors import (
     CARRIED_SIZE,
     CPU,
@@ -40,15 +40,8 @@ _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch
 """Arguments of these types are compared as they are."""
 _KNOWN_BY_TYPE: Mapping[bool, frozenset[type]] = {True: frozenset(), False: frozenset(_NUMBERS)}
 """Where shapes may depend on an argument, and where not: of what types the value does not matter."""
-_TRUTHS = {"eq", "ne", "mul", "all", "any", "bitwise_not", "bitwise_and", "logical_not", "logical_and"}
-"""What `isfinite` consists of, and what is made of truths."""
 _INTEGERS_OR_TRUTHS = frozenset([int, bool])
 _RENEWING = ("training", "train", "use_input_stats")
-_PICKING = frozenset([
-    "index", "index_select", "embedding", "gather", "take", "index_copy_", "index_add_", "index_put_",
-    "_index_put_impl_", "scatter_", "scatter_add_", "put_", "masked_select", "masked_scatter_", "masked_fill_",
-])  # fmt: skip
-"""Operators that use of their first tensor no more than what an index or a mask chooses."""
 _NO_TENSORS = -2
 _NOT_PLAIN: tuple[None, int, list[Any]] = (None, NONE, [])
 HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -75,7 +68,7 @@ class _Operands:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, list | tuple):
-            return [self.take(one) for one in value]
+            return [self.take(item) for item in value]
         if type(value) is torch.device and value.type == "cuda":
             self.device = CURRENT.index(value)
             return CPU if VALUES.real else META
@@ -96,7 +89,7 @@ class _Operands:
             host = sparse_to_host(tensor, self.recorded).clone()  # written into, it may get pieces of the host's own
             self.inputs += [host._indices(), host._values()]
             return host
-        host = lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else tensor
+        host = MACHINE.lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else tensor
         self.inputs.append(host)
         return host
 
@@ -114,9 +107,9 @@ class _Operands:
         return CURRENT.index(self.device)
 
 
-def _on_two_devices(name: str, one: str, other: str) -> RuntimeError:
+def _on_two_devices(name: str, device: str, other: str) -> RuntimeError:
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}! "
+        f"Expected all tensors to be on the same device, but found at least two devices, {device} and {other}! "
         f"(when checking the arguments of {name})"
     )
 
@@ -127,10 +120,10 @@ def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, lis
     _NO_TENSORS for one without tensors, NONE for one that is not plain.
     """
     if given and isinstance(given[0], Tensor):
-        devices = {one.get_device() if isinstance(one, Tensor) else NONE for one in given}
+        devices = {tensor.get_device() if isinstance(tensor, Tensor) else NONE for tensor in given}
         if len(devices) > 1 or devices == {NONE}:
             return NONE, given
-        layouts = [(one.shape, one.stride(), one.dtype) for one in given]
+        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in given]
         key.append(tuple(layouts))
         return devices.pop(), list(map(MACHINE.seen_by_host, given, layouts))
     if shapes and not _INTEGERS_OR_TRUTHS.issuperset(map(type, given)):
@@ -139,23 +132,15 @@ def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, lis
     return _NO_TENSORS, given
 
 
-def _places_of(asked: Sequence[str], arguments: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """Where among the arguments those that are asked for stand; behind them all, where there is none of that name."""
-    known = {name: at for at, name in enumerate(arguments)}
-    return tuple((one, known.get(one, len(known))) for one in asked)
-
-
-def _scalar_of(overload: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """Of `mul.Tensor` the builtin of `mul.Scalar`, if there is one."""
-    packet = overload._overloadpacket
-    return packet.Scalar._op if overload._overloadname == "Tensor" and "Scalar" in packet.overloads() else None
-
-
 def _returned(schema: Any) -> tuple[tuple[int, str] | None, ...]:
-    """Of each result, by place and name, the argument that it is; None for one that is new."""
-    written = [(at, one.name, one.alias_info.before_set) for at, one in enumerate(schema.arguments) if _writes(one)]
-    aliases = [one.alias_info.before_set if _writes(one) else None for one in schema.returns]
-    return tuple(next(((at, name) for at, name, its in written if its == one), None) for one in aliases)
+    """The argument that each result is, by place and name; None for a new result."""
+    written = [
+        (at, argument.name, argument.alias_info.before_set)
+        for at, argument in enumerate(schema.arguments)
+        if _writes(argument)
+    ]
+    aliases = [result.alias_info.before_set if _writes(result) else None for result in schema.returns]
+    return tuple(next(((at, name) for at, name, its in written if its == alias), None) for alias in aliases)
 
 
 _ONE_NEW, _OTHER_RESULT = -1, -2
@@ -180,36 +165,39 @@ class Kernel:
         self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None, dense: bool = True
     ) -> None:
         self.overload, self.on_host, self.native = overload, on_host, overload._op
-        schema = overload._schema
+        schema, packet = overload._schema, overload._overloadpacket
         short = schema.name.split("::")[1]
         self.name, self.short = schema.name, short
-        self.arguments = [one.name for one in schema.arguments]
-        self.tensors = frozenset(at for at, one in enumerate(schema.arguments) if str(one.type) == "Tensor")
-        self.written = frozenset(one.name for one in schema.arguments if _writes(one))
+        places = list(enumerate(schema.arguments))
+        self.arguments = [argument.name for argument in schema.arguments]
+        self.tensors = frozenset(at for at, argument in places if str(argument.type) == "Tensor")
+        self.written = frozenset(argument.name for argument in schema.arguments if _writes(argument))
+        self.written_at = frozenset(at for at, argument in places if _writes(argument))
         # running means are also written by operators that do not say so
-        self.writes = tuple(
-            (one.name, at) for at, one in enumerate(schema.arguments) if _writes(one) or one.name.startswith("running_")
-        )
-        self.written_at = frozenset(at for at, one in enumerate(schema.arguments) if _writes(one))
-        self.renewed_at = frozenset(at for name, at in self.writes if name.startswith("running_"))
-        self.picks = short in _PICKING
+        self.renewed_at = frozenset(at for at, argument in places if argument.name.startswith("running_"))
+        changed = sorted(self.written_at | self.renewed_at)
+        self.writes = tuple((self.arguments[at], at) for at in changed)
+        self.picks = short in OPERATORS["picking"]
         self.reads = not (short.endswith("_like") or short.startswith("new_"))  # which look at shapes alone
         self.returned = _returned(schema)
         self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
-        self.asks = _places_of(law_of(short).asks, self.arguments)
-        self.named_shapes = {one.name: str(one.type) not in _NUMBER_TYPES for one in schema.arguments}
+        known = {name: at for at, name in enumerate(self.arguments)}
+        self.asks = tuple((name, known.get(name, len(known))) for name in law_of(short).asks)
+        """What its law asks for, and where it stands; behind all arguments where there is none of that name."""
+        self.named_shapes = {argument.name: str(argument.type) not in _NUMBER_TYPES for argument in schema.arguments}
         self.shapes = tuple(self.named_shapes.values())
-        """Of each argument whether shapes may depend on it; of a plain number only its type counts."""
+        """Whether shapes may depend on each argument; only the type of a plain number counts."""
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
-        self.scalar = _scalar_of(overload)
+        has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
+        self.scalar = packet.Scalar._op if has_scalar else None  # for `mul.Tensor` the builtin of `mul.Scalar`
         self.is_plain = dense and short not in _WAITING | _INDEXING
         self.is_product = law_of(short).depends_on_precision
         self.is_quick_in_float = short in OPERATORS["products"] and "out_dtype" not in self.arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Of a call whose like was seen before it is known what it computes, launches and returns."""
+        """What a call computes, launches and returns is known once a call like it was seen."""
         host, place = MACHINE.pause_at()
         try:
             if not self.is_plain or MACHINE.recording is not None or not VALUES.real:
@@ -226,55 +214,49 @@ class Kernel:
             if self.is_list_operator:
                 MACHINE.clock.spend(MACHINE.device.host.lists(args))
             MACHINE.clock.operator(self.name, place, stream, known.kernels)
-            number = self._use(args, kwargs, stream, place)
+            command = self._use(args, kwargs, stream, place)
             if known.returned >= 0:
                 return args[known.returned]
             if known.returned == _ONE_NEW:
                 result = MACHINE.place_on(out, device, stream)
-                MACHINE.use_one(result, True, stream, number, place)
+                MACHINE.use_tensor(result, True, command)
                 return result
-            return self._made(self._on_device(device, out, args, kwargs), stream, number, place)
+            return self._made(self._on_device(device, out, args, kwargs), command)
         finally:
             host.resume()
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, list[Any]]:
-        """Of a call on tensors of one device, beside numbers and the like: its key, its device, and what the host sees.
+        """The key, the device and the host's arguments of a call on tensors of one device, beside numbers and the like.
 
         Whatever the kernels may depend on joins the key, and which arguments are numbers: so does what the host calls.
         """
         key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
         device, host_args = -1, list(args)
-        for at, one in enumerate(args):
-            kind = type(one)
+        for at, argument in enumerate(args):
+            kind = type(argument)
             if kind in _PLAIN:
-                key.append(kind if kind in _KNOWN_BY_TYPE[self.shapes[at]] else one)
+                key.append(kind if kind in _KNOWN_BY_TYPE[self.shapes[at]] else argument)
                 continue
-            if isinstance(one, Tensor):
-                index = one.get_device()
+            if isinstance(argument, Tensor):
+                index = argument.get_device()
                 if index < 0:
                     return _NOT_PLAIN
-                layout = one.shape, one.stride(), one.dtype
+                layout = argument.shape, argument.stride(), argument.dtype
                 key.append(layout)
-                host_args[at] = MACHINE.seen_by_host(one, layout)
+                host_args[at] = MACHINE.seen_by_host(argument, layout)
             elif kind is list:
-                index, host_args[at] = _read_list(one, key, self.shapes[at])
+                index, host_args[at] = _read_list(argument, key, self.shapes[at])
             else:
                 return _NOT_PLAIN
             if index != device:
                 if index == NONE or (index >= 0 <= device):
                     return _NOT_PLAIN
                 device = max(device, index)
-        if kwargs and not self._read_options(kwargs, key):
-            return _NOT_PLAIN
-        return _NOT_PLAIN if device < 0 else (tuple(key), device, host_args)
-
-    def _read_options(self, options: dict[str, Any], key: list[Any]) -> bool:
-        """Whether they are numbers and the like."""
-        for name, option in options.items():
+        for name, option in kwargs.items():
             if type(option) not in _PLAIN:
-                return False
+                return _NOT_PLAIN
             key += (name, option if self.named_shapes[name] else type(option))
-        return True
+        return _NOT_PLAIN if device < 0 else (tuple(key), device, host_args)
 
     def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> _KnownCall:
         """What to do when such a call comes again."""
@@ -290,8 +272,8 @@ class Kernel:
     def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Any:
         """Any call. `key`: by which it is known from now on; None where it is not like any other."""
         operands = _Operands(self)
-        host_args = [operands.take(one) for one in args]
-        host_kwargs = {name: operands.take(one) for name, one in kwargs.items()} if kwargs else kwargs
+        host_args = [operands.take(argument) for argument in args]
+        host_kwargs = {name: operands.take(option) for name, option in kwargs.items()} if kwargs else kwargs
         device = operands.check()
         waits = self.waits(host_args)
         if waits:
@@ -300,7 +282,9 @@ class Kernel:
         if recording is not None:
             recording.about_to_write(*self.written_by(host_args, host_kwargs))
         out = self.compute(device, host_args, host_kwargs)
-        made = _new_tensors(self.returned, out)
+        parts = (out,) if len(self.returned) == 1 else out or ()
+        new = [part for source, part in zip(self.returned, parts, strict=True) if source is None]
+        made = [piece for tensor in tensors_in(new) for piece in pieces(tensor)]  # of sparse ones their parts
         kernels = MACHINE.kernels(self.short, operands.inputs, made, self.asked(args, kwargs))
         if key is not None:
             MACHINE.costs.by_call[key] = self._known(kernels, out, args)
@@ -308,48 +292,46 @@ class Kernel:
             MACHINE.clock.spend(MACHINE.device.host.lists(args))
         stream = MACHINE.stream(device)
         MACHINE.clock.operator(self.name, place, stream, kernels)
-        number = self._use(args, kwargs, stream, place)
+        command = self._use(args, kwargs, stream, place)
         if waits:
             with DeviceCall(waits):  # the host learns what only the device knows: a small copy home, and a wait for it
                 MACHINE.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
         result = self._on_device(device, out, args, kwargs)
-        if not VALUES.real and recording is None and self.short in _TRUTHS:
+        if not VALUES.real and recording is None and self.short in OPERATORS["truths"]:
             self._answer(args, result)
         if recording is not None:
             recording.repeat(partial(self.compute, device, host_args, host_kwargs), out)
-        return self._made(result, stream, number, place)
+        return self._made(result, command)
 
-    def _use(self, args: Sequence[Any], kwargs: Mapping[str, Any], stream: int, place: int) -> int:
-        """Note which of its arguments it reads and writes; returns the number of its command."""
-        number, use = MACHINE.clock.order.command(stream), MACHINE.use_one
-        renews = bool(self.renewed_at) and self._renews(args, kwargs)
-        for at, one in enumerate(args):
-            writes = at in self.written_at or (renews and at in self.renewed_at)
-            if isinstance(one, Tensor):
-                if one.is_cuda and (writes or self.reads):
-                    use(one, writes, stream, number, place, self.picks and at == 0)
-            elif isinstance(one, list | tuple):
-                for each in one:
-                    if isinstance(each, Tensor) and each.is_cuda:
-                        use(each, writes, stream, number, place)
-        for name, given in kwargs.items():
-            for each in tensors_in(given):
-                if each.is_cuda:
-                    use(each, name in self.written, stream, number, place)
-        return number
+    def _use(self, args: Sequence[Any], kwargs: Mapping[str, Any], stream: int, place: int) -> Command:
+        """Note which of its arguments it reads and writes."""
+        command, use = MACHINE.clock.order.command(stream, place), MACHINE.use_tensor
+        written = self.written_at
+        if self.renewed_at:  # running means, by a forward pass that trains
+            given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+            if not self.short.endswith("backward") and any(map(given.get, _RENEWING)):
+                written = written | self.renewed_at
+        for at, argument in enumerate(args):
+            if isinstance(argument, Tensor):
+                if argument.is_cuda and (at in written or self.reads):
+                    use(argument, at in written, command, self.picks and at == 0)
+            elif isinstance(argument, list | tuple):
+                for tensor in argument:
+                    if isinstance(tensor, Tensor) and tensor.is_cuda:
+                        use(tensor, at in written, command)
+        for name, argument in kwargs.items():
+            for tensor in tensors_in(argument):
+                if tensor.is_cuda:
+                    use(tensor, name in self.written, command)
+        return command
 
-    def _renews(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether running means are renewed: by a forward pass that trains."""
-        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        return not self.short.endswith("backward") and any(map(given.get, _RENEWING))
-
-    def _made(self, result: Any, stream: int, number: int, place: int) -> Any:
+    def _made(self, result: Any, command: Command) -> Any:
         """Note that it writes its new results; returns the result."""
         results = (result,) if len(self.returned) == 1 else result or ()
-        for source, one in zip(self.returned, results, strict=False):
-            for each in tensors_in(one) if source is None else ():
-                if each.is_cuda:
-                    MACHINE.use_one(each, True, stream, number, place)
+        for source, part in zip(self.returned, results, strict=False):
+            for tensor in tensors_in(part) if source is None else ():
+                if tensor.is_cuda:
+                    MACHINE.use_tensor(tensor, True, command)
         return result
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -377,16 +359,17 @@ class Kernel:
         for a program that asks whether its loss is finite ends itself where it is not."""
         if not isinstance(result, Tensor) or result.dtype is not torch.bool or result.nbytes > CARRIED_SIZE:
             return
+        answer = torch.tensor(True)
         if self.short == "eq":
-            known = args[0] is args[1]
+            is_known = args[0] is args[1]
         elif self.short == "ne":
-            known = isinstance(args[1], float) and math.isinf(args[1])
+            is_known = isinstance(args[1], float) and math.isinf(args[1])
         else:
-            known = all(map(VALUES.known, tensors_in(args)))
-        if known:
-            asks = self.short in ("eq", "ne")
-            given = [] if asks else map_tensors(lambda one: to_host(one) if one.is_cuda else one, args)
-            to_host(result).copy_(torch.tensor(True) if asks else self._call(*given))
+            is_known = all(map(VALUES.known, tensors_in(args)))
+            if is_known:
+                answer = self._call(*map_tensors(lambda tensor: to_host(tensor) if tensor.is_cuda else tensor, args))
+        if is_known:
+            to_host(result).copy_(answer)
             VALUES.keep(result)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -397,7 +380,7 @@ class Kernel:
             text = str(error)
             if "not resizable" in text and self._make_resizable(kwargs):
                 return self._call(*args, **kwargs)
-            if any(one in text for one in _WITHOUT_HALF):
+            if any(phrase in text for phrase in _WITHOUT_HALF):
                 return _in_float(call, self.written_by(args, kwargs), args, kwargs)
             if self.short in _OF_MORE_TYPES:
                 out = kwargs.pop("out", None)
@@ -411,22 +394,21 @@ class Kernel:
         for at in self.tensors:
             if at < len(args) and isinstance(args[at], _NUMBERS):
                 return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
-        if self.is_quick_in_float and any(isinstance(one, Tensor) and one.dtype in _slow_types() for one in args):
-            return self._widened
+        if self.is_quick_in_float and any(
+            isinstance(argument, Tensor) and argument.dtype in _slow_types() for argument in args
+        ):
+            return lambda *given, **options: _in_float(self.native, self.written_by(given, options), given, options)
         return self.native
-
-    def _widened(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_float(self.native, self.written_by(args, kwargs), args, kwargs)
 
     def _make_resizable(self, kwargs: dict[str, Any]) -> bool:
         """Results that are too small for what is written into them get memory of their own, which may grow.
 
         Their shape was changed already when the memory could not grow.
         """
-        outs = [one for name, one in kwargs.items() if name in self.written and isinstance(one, Tensor)]
-        small = [one for one in outs if one.nbytes > one.untyped_storage().nbytes()]
-        for one in small:
-            one.set_()
+        outs = [out for name, out in kwargs.items() if name in self.written and isinstance(out, Tensor)]
+        small = [out for out in outs if out.nbytes > out.untyped_storage().nbytes()]
+        for out in small:
+            out.set_()
         return bool(small)
 
     def _on_device(self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -440,13 +422,15 @@ class Kernel:
             return self._result(device, returned[0], out, args, kwargs)
         if not returned:
             return None
-        return tuple([self._result(device, one, part, args, kwargs) for one, part in zip(returned, out, strict=True)])
+        return tuple(
+            [self._result(device, source, part, args, kwargs) for source, part in zip(returned, out, strict=True)]
+        )
 
     def _result(
         self, device: int, source: tuple[int, str] | None, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if source is None:
-            return map_tensors(lambda one: _place(one, device), out)
+            return map_tensors(lambda tensor: _place(tensor, device), out)
         given = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
         if isinstance(given, Tensor):
             if given.layout is torch.sparse_coo:
@@ -458,12 +442,9 @@ class Kernel:
     def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
         if self.is_list_operator:
-            return {"lists": sum(isinstance(one, list | tuple) and len(one) > 0 for one in args)}
-        return {
-            name: args[at] if at < len(args) else kwargs[name]
-            for name, at in self.asks
-            if at < len(args) or name in kwargs
-        }
+            return {"lists": sum(isinstance(argument, list | tuple) and len(argument) > 0 for argument in args)}
+        given = {name: args[at] for name, at in self.asks if at < len(args)}
+        return given | {name: kwargs[name] for name, at in self.asks if at >= len(args) and name in kwargs}
 
     def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call writes into, also those of which the schema does not tell."""
@@ -478,25 +459,18 @@ class Kernel:
         if self.short in _WAITING or (self.short == "one_hot" and min(args[1:2], default=-1) < 0):
             return self.name
         if self.short in _INDEXING and any(
-            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in args[1] or ()
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] or ()
         ):
             one_value = "put" in self.short and isinstance(args[2], Tensor) and args[2].numel() == 1
             return "" if one_value else "aten::nonzero"
         return ""
 
 
-def _new_tensors(returned: tuple[Any, ...], out: Any) -> list[Tensor]:
-    """Of a result the tensors that were not there before; of sparse ones their parts."""
-    parts = (out,) if len(returned) == 1 else out or ()
-    found = [part for source, part in zip(returned, parts, strict=True) if source is None]
-    return [piece for one in tensors_in(found) for piece in pieces(one)]
-
-
 def _place(out: Tensor, device: int) -> Tensor:
     """A new result, on the device."""
     if out.layout is not torch.sparse_coo:
         return MACHINE.place_on(out, device)
-    return sparse_like(out, *(MACHINE.place_on(one, device) for one in pieces(out)))
+    return sparse_like(out, *(MACHINE.place_on(piece, device) for piece in pieces(out)))
 
 
 def adopt(tensor: Tensor, other: Tensor) -> None:
@@ -515,7 +489,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.com
 
 @cache
 def _slow_types() -> frozenset[torch.dtype]:
-    """Of sixteen bits, those that this processor has no instructions for."""
+    """Types of sixteen bits that this processor has no instructions for."""
     is_quick = {
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
@@ -527,21 +501,26 @@ def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs
     given: dict[int, Tensor] = {}  # by what stands for it
     wide: list[Tensor] = []
 
-    def widen(one: Any) -> Any:
-        if one.dtype not in _WIDER:
-            return one
-        wide.append(one.to(_WIDER[one.dtype]))
-        given[id(wide[-1])] = one
+    def widen(tensor: Any) -> Any:
+        if tensor.dtype not in _WIDER:
+            return tensor
+        wide.append(tensor.to(_WIDER[tensor.dtype]))
+        given[id(wide[-1])] = tensor
         return wide[-1]
 
-    asked = {name: _WIDER.get(one, one) if name == "dtype" else map_tensors(widen, one) for name, one in kwargs.items()}
-    out = call(*[map_tensors(widen, one) for one in args], **asked)
-    for one in wide:
-        if any(given[id(one)] is target for target in written):
-            given[id(one)].copy_(one)
+    asked = {
+        name: _WIDER.get(option, option) if name == "dtype" else map_tensors(widen, option)
+        for name, option in kwargs.items()
+    }
+    out = call(*[map_tensors(widen, argument) for argument in args], **asked)
+    for widened in wide:
+        if any(given[id(widened)] is target for target in written):
+            given[id(widened)].copy_(widened)
     narrower = {torch.complex64: torch.complex32}
-    narrower[torch.float32] = next((one.dtype for one in given.values() if not one.is_complex()), torch.float16)
-    return map_tensors(lambda one: given.get(id(one), one.to(narrower.get(one.dtype, one.dtype))), out)
+    narrower[torch.float32] = next(
+        (tensor.dtype for tensor in given.values() if not tensor.is_complex()), torch.float16
+    )
+    return map_tensors(lambda tensor: given.get(id(tensor), tensor.to(narrower.get(tensor.dtype, tensor.dtype))), out)
 
 
 # Integers and the like: what CUDA computes of them and the host does not, and what the host computes and CUDA does not.
@@ -554,7 +533,7 @@ _OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
     "nansum": lambda tensor, *dims, **options: torch.where(tensor.isnan(), 0, tensor).sum(*dims or (None,), **options),
 }
 _OF_FLOATS_ALONE = {name: refusing for refusing, names in NAMES["of_floats_alone"].items() for name in names.split()}
-"""Of operators, the kernel that CUDA names when it refuses."""
+"""By operator, the kernel that CUDA names when it refuses."""
 _INTEGERS = {getattr(torch, name): scalar for name, scalar in NAMES["integers"].items()}
 
 
@@ -615,7 +594,7 @@ def _batch_norm_elemt(
 
 
 def _batch_norm_gather_stats(tensor: Tensor, means: Tensor, scales: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
-    """Of all ranks: a row of `means` and `scales` for each, made of so many values."""
+    """Over all ranks: `means` and `scales` have a row for each, made of so many values."""
     running_mean, running_var, momentum, epsilon, counts = about
     each = counts.to(means.dtype).view(-1, 1) if isinstance(counts, Tensor) else _aten.full_like.default(means, counts)
     total = each.expand_as(means).sum(0)
@@ -682,7 +661,7 @@ def _narrowing(backward: Any) -> Callable[..., Tensor]:
 
 def _wide(product: Any) -> Callable[..., Tensor]:
     """Its last argument is the type."""
-    return lambda *given, **factors: product(*[one.to(given[-1]) for one in given[:-1]], **factors)
+    return lambda *given, **factors: product(*[tensor.to(given[-1]) for tensor in given[:-1]], **factors)
 
 
 CELLS: dict[str, Callable[..., Any]] = {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_lstm_cell": _lstm_cell}

@@ -20,8 +20,8 @@ from keepbusy.instrument.patches import Patches, when_imported
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import OPERATORS, cuda_api, pinned_uses, randomness, refusal
-from keepbusy.virtual.pytorch.cuda_graphs import Recording, lasting
 from keepbusy.virtual.pytorch.kernels import CELLS, HOST_KEYS, ON_HOST, Kernel, adopt
+from keepbusy.virtual.pytorch.recordings import Recording
 from keepbusy.virtual.pytorch.tensors import (
     CPU,
     SPARSE_KEYS,
@@ -57,7 +57,7 @@ def prepare() -> None:
 
 
 def register() -> None:
-    """From now on operators of the CUDA device are ours."""
+    """From now on operators of the CUDA device run here."""
     aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     _LIBRARIES.extend([aten, everything])
     with warnings.catch_warnings():
@@ -126,14 +126,11 @@ def _dense_kernels() -> dict[str, Callable[..., Any]]:
             found[name] = _SPECIAL[name]  # type: ignore[assignment]
         elif name in OPERATORS["views"]:
             found[name] = _native(overload, HOST_KEYS)
-        elif name in computed and not _returns_view(overload):
-            found[name] = _kernel(overload)
+        elif name in computed:
+            aliases = [result.alias_info for result in overload._schema.returns]
+            if all(alias is None or alias.is_write for alias in aliases):  # others return views
+                found[name] = _kernel(overload)
     return found
-
-
-def _returns_view(overload: torch._ops.OpOverload) -> bool:
-    aliases = [one.alias_info for one in overload._schema.returns if one.alias_info is not None]
-    return not all(one.is_write for one in aliases)
 
 
 def _layout_named(name: str) -> str | None:
@@ -143,16 +140,10 @@ def _layout_named(name: str) -> str | None:
 
 @cache
 def _sparse_kernels() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {}
-    for name in _registered("SparseCPU"):
-        overload = _overload_named(name)
-        if overload is not None and _layout_named(name) is None:
-            found[name] = (
-                _native(overload, SPARSE_KEYS)
-                if name in OPERATORS["sparse_structure"]
-                else Kernel(overload, dense=False)
-            )
-    return found
+    named = {name: _overload_named(name) for name in _registered("SparseCPU") if _layout_named(name) is None}
+    overloads = {name: overload for name, overload in named.items() if overload is not None}
+    natives = {name: _native(overloads[name], SPARSE_KEYS) for name in overloads.keys() & OPERATORS["sparse_structure"]}
+    return {name: natives.get(name) or Kernel(overload, dense=False) for name, overload in overloads.items()}
 
 
 def _native(overload: Any, keys: torch._C.DispatchKeySet) -> Callable[..., Any]:
@@ -181,8 +172,7 @@ def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _refusal_of_layout(layout: str, name: str) -> Callable[..., Any]:
-    name = name.removeprefix("aten::")
-    return refusal(f"cannot run aten::{name} on {layout} tensors")
+    return refusal(f"cannot run aten::{name.removeprefix('aten::')} on {layout} tensors")
 
 
 def _refuse_any(layout: str) -> Callable[..., Any]:
@@ -241,7 +231,7 @@ def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
     """As a host tensor, and as one that lasts where a graph will use it again."""
     if not tensor.is_cuda:
         return tensor
-    return as_seen(to_host(tensor) if recording is None else lasting(tensor), tensor)
+    return as_seen(to_host(tensor) if recording is None else MACHINE.lasting(tensor), tensor)
 
 
 def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool, place: int) -> None:
@@ -250,9 +240,9 @@ def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool, place: 
     stream = MACHINE.stream(source.get_device() if source.is_cuda else device)
     if source.is_cuda and source.get_device() != device:
         order.stream_waits(stream, order.at(MACHINE.stream(device)))
-    number = MACHINE.use([source], [target], stream, place)
+    command = MACHINE.use([source], [target], stream, place)
     if non_blocking and is_pinned(source):
-        pinned_uses.copied_from(source, stream, number)
+        pinned_uses.note_copy(source, command)
     if not source.is_cuda:
         MACHINE.copy(device, size, _TO_DEVICE, pinned=is_pinned(source), non_blocking=non_blocking)
     elif source.get_device() == device:
@@ -268,8 +258,8 @@ def _copy_lists(targets: list[Tensor], sources: list[Tensor], non_blocking: bool
     """`torch._foreach_copy_`: a kernel copies lists laid out the same on one device; others go tensor by tensor."""
     pairs = list(zip(targets, sources, strict=True))
     if (
-        len({one.device for one in (*targets, *sources)}) == 1
-        and len({one.dtype for one in targets}) == len({one.dtype for one in sources}) == 1
+        len({tensor.device for tensor in (*targets, *sources)}) == 1
+        and len({tensor.dtype for tensor in targets}) == len({tensor.dtype for tensor in sources}) == 1
         and all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
     ):
         _copy_lists_as_one(targets, sources, non_blocking)
@@ -279,15 +269,10 @@ def _copy_lists(targets: list[Tensor], sources: list[Tensor], non_blocking: bool
 
 
 def _to_copy(
-    tensor: Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
+    tensor: Tensor, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+    device: torch.device | None = None, pin_memory: bool | None = None, non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`aten::_to_copy`: `.to`, `.cuda`, `.cpu`, `.float` and all their kin."""
     with DeviceCall("aten::_to_copy") as place:
         if layout not in (None, torch.strided):
@@ -344,7 +329,7 @@ def _taken_home(
 
 
 def _read_scalar(tensor: Tensor) -> Any:
-    """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, told by the better name."""
+    """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, under the better name."""
     with DeviceCall("aten::item") as place:
         cuda_api.announce_sync()
         MACHINE.use([tensor], [], MACHINE.stream(tensor.get_device()), place)
@@ -439,9 +424,10 @@ class _Run:
 
     def __init__(self, kernel: Kernel, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         self.kernel, self.device = kernel, tensors[0].get_device()
-        self.leaves = [self.seen(one).requires_grad_(one.requires_grad) for one in tensors]
+        self.leaves = [self.seen(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
         waiting = iter(self.leaves)
-        self.args, self.kwargs = _placed(args, waiting), {name: _placed(one, waiting) for name, one in kwargs.items()}
+        self.args = _placed(args, waiting)
+        self.kwargs = {name: _placed(option, waiting) for name, option in kwargs.items()}
         self.parts: list[Tensor] = []
         given = dict(zip(kernel.arguments, self.args, strict=False)) | self.kwargs
         self.draws = any(given.get(name) for name in ("dropout_p", "dropout"))
@@ -455,34 +441,34 @@ class _Run:
             else:
                 out = compute(*self.args, **self.kwargs)
         self.parts = list(out) if isinstance(out, list | tuple) else [out]
-        return [one.detach() for one in self.parts]
+        return [part.detach() for part in self.parts]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        needed = [one for one in self.leaves if one.requires_grad]
+        needed = [leaf for leaf in self.leaves if leaf.requires_grad]
         known = self.reached(gradients)
-        ends, given = [part for part, _ in known], [one for _, one in known]
+        ends, given = [part for part, _ in known], [gradient for _, gradient in known]
         return list(torch.autograd.grad(ends, needed, given, allow_unused=True, retain_graph=True))
 
     def reached(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
         """The parts that a gradient has come for, and that pass it on."""
         both = zip(self.parts, gradients, strict=True)
-        return [(part, one) for part, one in both if one is not None and part.requires_grad]
+        return [(part, gradient) for part, gradient in both if gradient is not None and part.requires_grad]
 
     def seen(self, tensor: Tensor) -> Tensor:
         if not VALUES.real:
             return outline(tensor)
-        return to_host(tensor.detach()) if MACHINE.recording is None else lasting(tensor.detach())
+        return to_host(tensor.detach()) if MACHINE.recording is None else MACHINE.lasting(tensor.detach())
 
     def launch(self, suffix: str, inputs: Any, outputs: Sequence[Tensor | None]) -> None:
-        known = [one for one in outputs if one is not None]
+        known = [output for output in outputs if output is not None]
         MACHINE.launch(
             self.device, self.kernel.short + suffix, inputs, known, self.kernel.asked(self.args, self.kwargs)
         )
 
     def results(self, compute: Callable[[], Any], found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What was found, on the device, and computed again by each replay of a graph that is captured now."""
-        hosts = [one if one is None or VALUES.real else reserved(one) for one in found]
-        made = [None if one is None else MACHINE.place_on(one, self.device) for one in hosts]
+        hosts = [result if result is None or VALUES.real else reserved(result) for result in found]
+        made = [None if host is None else MACHINE.place_on(host, self.device) for host in hosts]
         if (recording := MACHINE.records(self.device)) is not None:
             recording.repeat(compute, found)
         return made
@@ -506,42 +492,35 @@ class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not t
         saved = ctx.saved_tensors  # says so if they are freed already
         run = ctx.run
         with DeviceCall(f"{run.kernel.name}_backward") as place:
-            seen = [None if one is None else run.seen(one) for one in gradients]
+            seen = [None if gradient is None else run.seen(gradient) for gradient in gradients]
             found = run.backward(seen)
-            run.launch("_backward", [*run.leaves, *(one for _, one in run.reached(seen))], found)
+            run.launch("_backward", [*run.leaves, *(gradient for _, gradient in run.reached(seen))], found)
             made = run.results(partial(run.backward, seen), found)
             MACHINE.use((*saved, *gradients), made, MACHINE.stream(run.device), place)
             results = iter(made)
-            return None, None, None, *[next(results) if one.requires_grad else None for one in run.leaves]
+            return None, None, None, *[next(results) if leaf.requires_grad else None for leaf in run.leaves]
 
 
 def _placed(value: Any, waiting: Iterator[Tensor]) -> Any:
-    return map_tensors(lambda one: next(waiting) if one.is_cuda else one, value)
+    return map_tensors(lambda tensor: next(waiting) if tensor.is_cuda else tensor, value)
 
 
 def _as_one(overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     kernel = Kernel(overload, on_host)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        of_device = [one for one in tensors_in([*args, *kwargs.values()]) if one.is_cuda]
+        of_device = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.is_cuda]
         return _Whole.apply(kernel, args, kwargs, *of_device)
 
     return call
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention`: by the host's flash kernel where the host would take it, else as one."""
-    seen = [to_host(one.detach()).requires_grad_(one.requires_grad) for one in (query, key, value)]
+    seen = [to_host(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in (query, key, value)]
     mask = None if attn_mask is None else to_host(attn_mask.detach()).requires_grad_(attn_mask.requires_grad)
     flash = 1
     if torch._fused_sdp_choice(*seen, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa) != flash:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,21 +22,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from keepbusy.instrument.lines import USER, kind_of, outwards, shown
-from keepbusy.virtual.accesses import HOST, Use
-from keepbusy.virtual.clock.order import Reached
+from keepbusy.virtual.accesses import HOST
+from keepbusy.virtual.clock.order import Command
 from keepbusy.virtual.found_races import program_tree
 from keepbusy.virtual.machine import MACHINE
+from keepbusy.virtual.memory_views import Extent
+from keepbusy.virtual.pytorch import OPERATORS
 from keepbusy.virtual.pytorch.tensors import is_pinned, memory_at, tensors_in
 
 _PLAIN_KINDS = (Tensor, Parameter)
-"""Others may have no memory of their own, and their classes would be told that we look."""
+"""Others may have no memory of their own, and their classes would notice that we look."""
 _MOST_COPIED = 64
 _WORDS = 1 << 18
-"""Of larger memory so many are looked at."""
-_WRITERS = frozenset(["copyto", "put", "place", "putmask"])
-"""Functions of NumPy that write into their first argument."""
-_WRITING_METHODS = frozenset(["fill", "sort", "partition", "put", "itemset", "setfield"])
-
+"""So many words of larger memory are looked at."""
 # What is in memory that a copy reads.
 
 
@@ -45,11 +43,12 @@ class _Copied(NamedTuple):
 
     memory: object  # what stands for it
     storage: int  # where that begins
-    low: int
-    size: int
-    stream: int
-    number: int
-    print: int
+    extent: Extent
+    command: Command
+    checksum: int
+
+    def has_changed(self) -> bool:
+        return self.is_there() and _checksum(self.extent) != self.checksum
 
     def is_there(self) -> bool:
         return memory_at(self.storage) is self.memory
@@ -58,21 +57,23 @@ class _Copied(NamedTuple):
 _COPIED: list[_Copied] = []
 
 
-def copied_from(tensor: Tensor, stream: int, number: int) -> None:
+def note_copy(tensor: Tensor, command: Command) -> None:
     """A copy that does not block reads it."""
-    storage, low, size = tensor.untyped_storage().data_ptr(), tensor.data_ptr(), tensor.nbytes
-    _look_at([one for one in _COPIED if one.storage == storage])
-    MACHINE.clock.order.before_host_waits = _about_to_wait
+    storage, extent = tensor.untyped_storage().data_ptr(), Extent.of(tensor, tensor.data_ptr())
+    _check(lambda copied: copied.storage == storage)
+    MACHINE.clock.order.before_host_waits = lambda reached: _check(
+        lambda copied: reached.get(copied.command.stream, 0) >= copied.command.number
+    )
     if len(_COPIED) > _MOST_COPIED:  # of a program that waits for nothing; most of their memory is gone
-        _COPIED[:] = [one for one in _COPIED if one.is_there()][-_MOST_COPIED:]
+        _COPIED[:] = [copied for copied in _COPIED if copied.is_there()][-_MOST_COPIED:]
     if tensor.is_contiguous():
-        _COPIED.append(_Copied(memory_at(storage), storage, low, size, stream, number, _print(low, size)))
+        _COPIED.append(_Copied(memory_at(storage), storage, extent, command, _checksum(extent)))
 
 
 def forget_copied(tensor: Tensor) -> None:
     """Something else changes it, which is noted."""
     storage = tensor.untyped_storage().data_ptr()
-    _COPIED[:] = [one for one in _COPIED if one.storage != storage]
+    _COPIED[:] = [copied for copied in _COPIED if copied.storage != storage]
 
 
 def forget_all_copied() -> None:
@@ -80,44 +81,39 @@ def forget_all_copied() -> None:
     _COPIED.clear()
 
 
-def _about_to_wait(reached: Reached) -> None:
-    if _COPIED:
-        _look_at([one for one in _COPIED if reached.get(one.stream, 0) >= one.number])
+def _check(is_done: Callable[[_Copied], bool]) -> None:
+    """Whether what copies have read has changed. This is asked once, for later changes are in order."""
+    done = [copied for copied in _COPIED if is_done(copied)]
+    if done:
+        _COPIED[:] = [copied for copied in _COPIED if not is_done(copied)]
+    for copied in done:
+        if copied.has_changed():
+            host = Command(HOST, 0, _place_writing(copied.extent))
+            MACHINE.memory.accesses.use_pinned(copied.storage, copied.memory, copied.extent, True, host)
 
 
-def _look_at(copied: list[_Copied]) -> None:
-    """Whether anything has changed. This is done once, for later changes are in order."""
-    done = {id(one) for one in copied}
-    _COPIED[:] = [one for one in _COPIED if id(one) not in done]
-    for one in copied:
-        if one.is_there() and _print(one.low, one.size) != one.print:
-            use = Use(one.low, one.low + one.size, True, HOST, 0, _place_writing(one))
-            MACHINE.memory.accesses.use_pinned_bytes(one.storage, one.memory, use)
-
-
-def _print(low: int, size: int) -> int:
-    words = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low))
+def _checksum(extent: Extent) -> int:
+    words = np.ctypeslib.as_array((ctypes.c_uint8 * (extent.high - extent.low)).from_address(extent.low))
     words = words[: len(words) // 8 * 8].view(np.uint64) if len(words) >= 8 else words.astype(np.uint64)
-    some = words[:: max(1, len(words) // _WORDS)]
-    return hash(some.tobytes())
+    return hash(words[:: max(1, len(words) // _WORDS)].tobytes())
 
 
 # The statement that has changed it.
 
 
-def _place_writing(copied: _Copied) -> int:
-    """The one statement that writes there; nowhere if it cannot be told from others."""
+def _place_writing(extent: Extent) -> int:
+    """The one statement that writes there; nowhere if there are several."""
     found = set[int]()
     for frame in outwards(sys._getframe(1)):
         if kind_of(frame.f_code.co_filename) != USER:
             continue
         names = {**frame.f_globals, **frame.f_locals}
         functions, writes = _writes_in(frame.f_code.co_filename)
-        here = _innermost(functions, frame.f_lineno or 0)
+        current = _innermost(functions, frame.f_lineno or 0)
         for line, target in writes:
-            if _innermost(functions, line) != here:
+            if _innermost(functions, line) != current:
                 continue
-            if any(0 <= one - copied.low < copied.size for one in _addresses(_held(target, names))):
+            if any(extent.low <= address < extent.high for address in _addresses(_held(target, names))):
                 file = shown(frame.f_code.co_filename)
                 found.add(MACHINE.clock.place(f"{file}({line}): {frame.f_code.co_name}"))
     return found.pop() if len(found) == 1 else 0
@@ -125,7 +121,7 @@ def _place_writing(copied: _Copied) -> int:
 
 def _innermost(functions: list[tuple[int, int]], line: int) -> tuple[int, int]:
     """The function around a line, by its first line and its last."""
-    return max((one for one in functions if one[0] <= line <= one[1]), default=(0, 0))
+    return max(((first, last) for first, last in functions if first <= line <= last), default=(0, 0))
 
 
 @cache
@@ -136,16 +132,16 @@ def _writes_in(file: str) -> tuple[list[tuple[int, int]], list[tuple[int, ast.ex
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions.append((node.lineno, node.end_lineno or node.lineno))
         elif isinstance(node, ast.Assign):
-            found += [(node.lineno, one.value) for one in node.targets if isinstance(one, ast.Subscript)]
+            found += [(node.lineno, target.value) for target in node.targets if isinstance(target, ast.Subscript)]
         elif isinstance(node, ast.AugAssign):
             found.append((node.lineno, node.target))
         elif isinstance(node, ast.Call):
-            found += [(node.lineno, one.value) for one in node.keywords if one.arg == "out"]
+            found += [(node.lineno, keyword.value) for keyword in node.keywords if keyword.arg == "out"]
             if isinstance(node.func, ast.Attribute):
                 name = node.func.attr
-                writes = name in _WRITING_METHODS or (name.endswith("_") and not name.endswith("__"))
+                writes = name in OPERATORS["numpy_writing_methods"] or (name.endswith("_") and not name.endswith("__"))
                 found += [(node.lineno, node.func.value)] if writes else []
-                found += [(node.lineno, node.args[0])] if name in _WRITERS and node.args else []
+                found += [(node.lineno, node.args[0])] if name in OPERATORS["numpy_writers"] and node.args else []
     return functions, found
 
 
@@ -169,66 +165,53 @@ def _addresses(value: Any) -> list[int]:
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list | tuple) and len(value) <= _MOST_COPIED:
-        return [one for part in value for one in _addresses(part)]
+        return [address for part in value for address in _addresses(part)]
     return []
 
 
 # What functions of PyTorch read and write.
 
-_READS_VALUES = frozenset([
-    "tolist", "item", "equal", "allclose", "is_nonzero", "__float__", "__int__", "__bool__", "__index__", "__complex__",
-    "__contains__", "__repr__", "__format__", "__deepcopy__",
-])  # fmt: skip
-"""Those that read values and return no tensor that shows it."""
-_READS_FORM = frozenset(["__get__", "__set__", "new", "to"])
-"""Those that return other tensors and read no values: where `to` copies, an operator notes it."""
-_WRITES_FORM = frozenset([
-    "requires_grad_", "share_memory_", "detach_", "resize_", "resize_as_", "unsqueeze_", "squeeze_", "transpose_", "t_",
-    "swapaxes_", "swapdims_", "as_strided_", "set_", "rename_",
-])  # fmt: skip
-"""Those whose names say that they write, and that change a tensor's form alone."""
+_WRITES_FORM = frozenset(OPERATORS["writes_form"])
 
 
 def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
     """A function of PyTorch's was called, on a modelled clock. On another one nothing stands around the program's own
     calls, for that would change which kernels PyTorch chooses."""
-    if not MACHINE.memory.accesses.has_pinned or name in _READS_FORM or name.endswith("_as"):
+    if not MACHINE.memory.accesses.has_pinned or name in OPERATORS["reads_form"] or name.endswith("_as"):
         return
-    given = [one for one in tensors_in([*args, *kwargs.values()]) if type(one) in _PLAIN_KINDS]
+    given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if type(tensor) in _PLAIN_KINDS]
     try:
-        used = [one for one in given if _is_in_use(one)]
+        used = [tensor for tensor in given if _is_in_use(tensor)]
     except RuntimeError:  # tensors without memory, as function transforms have them
         return
-    made = [one for one in tensors_in(result) if type(one) in _PLAIN_KINDS] if used else []
-    if not used or any(one.is_cuda for one in (*given, *made)):  # a copy, which its operator notes
+    made = [tensor for tensor in tensors_in(result) if type(tensor) in _PLAIN_KINDS] if used else []
+    if not used or any(tensor.is_cuda for tensor in (*given, *made)):  # a copy, which its operator notes
         return
     written = tensors_in(kwargs.get("out")) + (tensors_in(args[0]) if args and _writes(name) else [])
-    reads = name in _READS_VALUES or bool(written)
+    reads = name in OPERATORS["reads_values"] or bool(written)
     if not (name.endswith("_like") or name.startswith("new_") or name in _WRITES_FORM):
-        known = {one.untyped_storage().data_ptr() for one in given}
-        reads |= any(one.untyped_storage().data_ptr() not in known for one in made if _is_dense(one))
-    place = MACHINE.places.here()
-    for one in used:
-        writes = any(one is each for each in written)
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        reads |= any(tensor.untyped_storage().data_ptr() not in known for tensor in made if _is_dense(tensor))
+    host = Command(HOST, 0, MACHINE.places.here())
+    for tensor in used:
+        writes = any(tensor is target for target in written)
         if writes:
-            forget_copied(one)
+            forget_copied(tensor)
         if writes or reads:
-            MACHINE.memory.accesses.use_pinned(one, _memory_of(one), writes, HOST, 0, place)
+            MACHINE.use_pinned(tensor, writes, host)
 
 
-def read(tensor: Tensor) -> None:
-    """The program reads its values in a way that is no function of a tensor's: it pickles it."""
+def note_pickling(tensor: Tensor) -> None:
+    """The program reads its values in a way that is no function of a tensor's."""
     if type(tensor) in _PLAIN_KINDS and _is_dense(tensor) and _is_in_use(tensor):
-        MACHINE.memory.accesses.use_pinned(tensor, _memory_of(tensor), False, HOST, 0, MACHINE.places.here())
+        MACHINE.use_pinned(tensor, False, Command(HOST, 0, MACHINE.places.here()))
 
 
 def _is_in_use(tensor: Tensor) -> bool:
-    memory = _memory_of(tensor) if is_pinned(tensor) else None
-    return memory is not None and MACHINE.memory.accesses.is_in_use(tensor.untyped_storage().data_ptr(), memory)
-
-
-def _memory_of(tensor: Tensor) -> object:
-    return memory_at(tensor.untyped_storage().data_ptr())
+    if not is_pinned(tensor):
+        return False
+    address = tensor.untyped_storage().data_ptr()
+    return MACHINE.memory.accesses.is_in_use(address, memory_at(address))
 
 
 def _writes(name: str) -> bool:

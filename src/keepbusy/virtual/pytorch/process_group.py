@@ -1,4 +1,4 @@
-"""`torch.distributed` on virtual GPUs: `nccl` is there, `gloo` takes tensors of the GPU, and both are ours."""
+"""`torch.distributed` on virtual GPUs: `nccl` is there, `gloo` takes tensors of the GPU, and both are virtual."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from keepbusy.timeline.model import Direction
-from keepbusy.virtual.clock.lanes import Moment
+from keepbusy.virtual.clock.captures import Moment
 from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import crossings
 from keepbusy.virtual.cpp_hooks import hide_native_timer
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import NAMES
 from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
-from keepbusy.virtual.pytorch.cuda_graphs import lasting
 from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, map_tensors, tensors_in, to_host
 
 # Moving the values of a collective: at once, or when the replay of a graph gets there.
@@ -41,10 +40,11 @@ def exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
 
 def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
     """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
-    move: Callable[[], object] = partial(exchange, does, map_tensors(lambda one: lasting(one.detach()), tensors))
+    kept = map_tensors(lambda tensor: MACHINE.lasting(tensor.detach()), tensors)
+    move: Callable[[], object] = partial(exchange, does, kept)
     if MACHINE.recording is not None:
         move = MACHINE.recording.after_steps_so_far(move)
-    return lambda mine: (move(), meet(mine))[1]
+    return lambda arrival: (move(), meet(arrival))[1]
 
 
 # What a collective leaves in the program's hands until somebody waits for it.
@@ -146,7 +146,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self.index
 
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
-        return OURS["gloo"] if self._by_host else self.backend  # of one named gloo DDP's logger asks for native gloo
+        # of one named gloo DDP's logger asks for native gloo
+        return OUR_BACKENDS["gloo"] if self._by_host else self.backend
 
     def _get_backend(self, _device: Any) -> VirtualGroup:
         """Asked by `batch_isend_irecv` since PyTorch 2.15, whether it puts messages together."""
@@ -171,59 +172,46 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._streams[device, peer]
 
     def _stays_on_host(self, tensors: list[Tensor]) -> bool:
-        return self._by_host and not any(one.is_cuda for one in tensors)
+        return self._by_host and not any(tensor.is_cuda for tensor in tensors)
 
     # what every collective does
 
     def _run(
-        self,
-        name: str,
-        result: Any,
-        tensors: list[Any],
-        does: Callable[..., Any],
-        meet: Callable[[int], int] | None = None,
-        sends: bool = True,
-        peer: int = -1,
-        agree: Callable[[int], int] | None = None,
-        writes: bool = True,
-    ) -> Handle:
+        self, name: str, result: Any, tensors: list[Any], does: Callable[..., Any],
+        meet: Callable[[int], int] | None = None, sends: bool = True, peer: int = -1,
+        agree: Callable[[int], int] | None = None, writes: bool = True,
+    ) -> Handle:  # fmt: skip
         """`does` gets the tensors as host tensors and moves their values. `sends`: this rank's are among them.
 
-        `peer`: the other rank of a message. `meet` and `agree`: as `_last_arrival` and `_all_know`, between these two.
+        `peer`: the other rank of a message. `meet` and `agree`: the latest arrival, and whether both have values.
         """
         flat = tensors_in(tensors)
         if self._stays_on_host(flat):
             return does(*tensors) or Handle(result)
         with DeviceCall(f"{self.backend}:{name}") as place:
-            device = next((one.get_device() for one in flat if one.is_cuda), -1)
+            device = next((tensor.get_device() for tensor in flat if tensor.is_cuda), -1)
+            given, written = tensors[-1] if sends else [], tensors[0] if writes else []
             meet = meet or self._last_arrival
-            if not self._has_values(flat, tensors[-1] if sends else [], agree or self._all_know):
+            has_values = VALUES.real or device < 0
+            if not has_values and _bytes(flat) <= CARRIED_SIZE:  # a run without values has little, and all must agree
+                agree = agree or partial(self._agreed, operation=dist.ReduceOp.MIN)
+                has_values = bool(agree(all(map(VALUES.known, tensors_in(given)))))
+            if not has_values:
                 map_tensors(VALUES.forget, tensors[0])
             elif device >= 0 and MACHINE.captures(device):
                 meet = _at_replay(does, tensors, meet)
             else:
-                exchange(does, map_tensors(lambda one: to_host(one.detach()) if one.is_cuda else one.detach(), tensors))
+                exchange(does, map_tensors(_on_host, tensors))
                 map_tensors(VALUES.keep, tensors[0])
             if device < 0:
                 return Handle(result)
-            size = max([_bytes(one) for one in tensors], default=0)
-            given = tensors[-1] if sends else []
-            written = tensors[0] if writes else []
+            size = max(map(_bytes, tensors), default=0)
             use = partial(MACHINE.use, given, written, place=place)
             moment = self._on_clock(name, device, size, meet, peer, use)
             return Handle(result, device, moment, self._by_host)
 
-    def _has_values(self, flat: list[Tensor], sent: Any, agree: Callable[[int], int]) -> bool:
-        """Whether there is anything to move: a run without values has little, and all ranks must agree."""
-        if VALUES.real or not any(one.is_cuda for one in flat):
-            return True
-        return _bytes(flat) <= CARRIED_SIZE and bool(agree(all(map(VALUES.known, tensors_in(sent)))))
-
-    def _all_know(self, mine: int) -> int:
-        return self._agreed(mine, dist.ReduceOp.MIN)
-
     def _on_clock(
-        self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int, use: Callable[..., int]
+        self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int, use: Callable[..., object]
     ) -> Moment:
         """`use`: note on a stream what the collective reads and writes."""
         clock, stream = MACHINE.clock, self._stream(device, peer)
@@ -241,11 +229,11 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             clock.collective(stream, kernel, wire, size, number, members, meet)
         return clock.record(stream)
 
-    def _last_arrival(self, mine: int) -> int:
-        return self._agreed(mine, dist.ReduceOp.MAX)
+    def _last_arrival(self, arrival: int) -> int:
+        return self._agreed(arrival, dist.ReduceOp.MAX)
 
-    def _agreed(self, mine: int, operation: Any) -> int:
-        number = _number(mine)
+    def _agreed(self, value: int, operation: Any) -> int:
+        number = _number(value)
         self.gloo.allreduce([number], _reducing(operation)).wait()
         return int(number.item())
 
@@ -254,22 +242,22 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         if self._stays_on_host(tensors):
             return self.gloo.allreduce(tensors, opts or dist.AllreduceOptions())
-        return self._run("all_reduce", tensors, [tensors], lambda ones: self._reduced(ones, opts))
+        return self._run("all_reduce", tensors, [tensors], lambda on_host: self._reduced(on_host, opts))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         if self._stays_on_host(tensors):
             return self.gloo.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
         if self._by_host:
             raise RuntimeError("ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda")
-        return [self.allreduce([one], opts) for one in tensors][-1]
+        return [self.allreduce([tensor], opts) for tensor in tensors][-1]
 
     def _reduced(self, tensors: list[Tensor], options: Any) -> None:
         """Gloo has no average: a sum, divided."""
         operation = dist.ReduceOp.SUM if options is None else options.reduceOp
         average = operation == dist.ReduceOp.AVG
         self.gloo.allreduce(tensors, _reducing(dist.ReduceOp.SUM if average else operation)).wait()
-        for one in tensors if average else ():
-            one.div_(self.members)
+        for tensor in tensors if average else ():
+            tensor.div_(self.members)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Handle:
         return self._as_gloo("broadcast", opts or dist.BroadcastOptions(), tensors)
@@ -284,19 +272,21 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._as_gloo("scatter", opts or dist.ScatterOptions(), outputs, inputs)
 
     def _as_gloo(self, name: str, options: Any, *tensors: Any) -> Handle:
-        sends = name != "broadcast" or options.rootRank == self.index
-        does = getattr(self.gloo, name)
-        is_root = options.rootRank == self.index
+        does, is_root = getattr(self.gloo, name), options.rootRank == self.index
+        sends = name != "broadcast" or is_root
         writes = {"broadcast": not is_root, "reduce": is_root, "gather": is_root}.get(name, True)
-        run = partial(self._run, name, tensors[0], [*tensors], lambda *on_host: does(*on_host, options))
-        return run(sends=sends, writes=writes)
+
+        def move(*on_host: Any) -> Any:
+            return does(*on_host, options)
+
+        return self._run(name, tensors[0], [*tensors], move, sends=sends, writes=writes)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
-        def gather(out: Tensor, mine: Tensor) -> Any:
-            return self.gloo.allgather([list(out.view(-1).chunk(self.members))], [mine.contiguous().view(-1)])
+        def gather(out: Tensor, own: Tensor) -> Any:
+            return self.gloo.allgather([list(out.view(-1).chunk(self.members))], [own.contiguous().view(-1)])
 
         return self._run("all_gather", [output], [output, given], gather)
 
@@ -305,7 +295,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         def scatter(out: Any, parts: Any) -> None:
-            whole = torch.stack([one.contiguous() for one in parts[0]])
+            whole = torch.stack([part.contiguous() for part in parts[0]])
             self._reduced([whole], opts)
             out[0].copy_(whole[self.index].view(out[0].shape))
 
@@ -323,8 +313,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def all_to_all_single(
         self, output: Tensor, given: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Handle:
-        def exchange(out: Tensor, mine: Tensor) -> Any:
-            return self.gloo.alltoall_base(out, mine, out_sizes or [], in_sizes or [], dist.AllToAllOptions())
+        def exchange(out: Tensor, own: Tensor) -> Any:
+            return self.gloo.alltoall_base(out, own, out_sizes or [], in_sizes or [], dist.AllToAllOptions())
 
         return self._run("all_to_all", [output], [output, given], exchange)
 
@@ -334,13 +324,13 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         if self._by_host:
             raise RuntimeError("Backend gloo does not support alltoall")
 
-        def exchange(out: list[Tensor], mine: list[Tensor]) -> None:
-            flat = torch.cat([one.reshape(-1) for one in mine])
-            found = flat.new_empty(sum(one.numel() for one in out))
-            sizes = [[one.numel() for one in ones] for ones in (out, mine)]
+        def exchange(out: list[Tensor], own: list[Tensor]) -> None:
+            flat = torch.cat([tensor.reshape(-1) for tensor in own])
+            found = flat.new_empty(sum(tensor.numel() for tensor in out))
+            sizes = [[tensor.numel() for tensor in side] for side in (out, own)]
             self.gloo.alltoall_base(found, flat, *sizes, dist.AllToAllOptions()).wait()
-            for one, part in zip(out, found.split(sizes[0]), strict=True):
-                one.copy_(part.view(one.shape))
+            for target, part in zip(out, found.split(sizes[0]), strict=True):
+                target.copy_(part.view(target.shape))
 
         return self._run("all_to_all", outputs, [outputs, inputs], exchange)
 
@@ -350,13 +340,13 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             return self.gloo.send(tensors, peer, tag)
         self._refuse_messages()
 
-        def post(ones: list[Tensor]) -> None:
-            for one in ones:
-                self._post(one.clone(), peer, tag)
+        def post(on_host: list[Tensor]) -> None:
+            for message in on_host:
+                self._post(message.clone(), peer, tag)
 
-        def tell(mine: int, beside: int) -> int:
-            self._post(_number(mine), peer, tag + beside)
-            return mine
+        def tell(value: int, beside: int) -> int:
+            self._post(_number(value), peer, tag + beside)
+            return value
 
         meet, agree = partial(tell, beside=_TIME_TAG), partial(tell, beside=_KNOWN_TAG)
         return self._run("send", tensors, [tensors], post, meet, peer=peer, agree=agree, writes=False)
@@ -375,7 +365,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
         """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
-        _posted[:] = [one for one in _posted if not one[0].is_completed()]
+        _posted[:] = [posted for posted in _posted if not posted[0].is_completed()]
         _posted.append((self.gloo.send([message], peer, tag), message))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
@@ -384,13 +374,13 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             return self.gloo.recv(tensors, peer, tag)
         self._refuse_messages()
 
-        def hear(_mine: int, beside: int) -> int:
-            told = _number(0)
-            self.gloo.recv([told], peer, tag + beside).wait()
-            return int(told.item())
+        def hear(_value: int, beside: int) -> int:
+            received = _number(0)
+            self.gloo.recv([received], peer, tag + beside).wait()
+            return int(received.item())
 
-        def receive(ones: list[Tensor]) -> Any:
-            return self.gloo.recv(ones, peer, tag)
+        def receive(on_host: list[Tensor]) -> Any:
+            return self.gloo.recv(on_host, peer, tag)
 
         meet, agree = partial(hear, beside=_TIME_TAG), partial(hear, beside=_KNOWN_TAG)
         return self._run("recv", tensors, [tensors], receive, meet, sends=False, peer=peer, agree=agree)
@@ -401,7 +391,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def _end_coalescing(self, device: Any) -> Handle:
         index, clock = CURRENT.index(device), MACHINE.clock
         own = self._stream(index)
-        for stream in [one for (at, peer), one in self._streams.items() if at == index and peer >= 0]:
+        for stream in [lane for (at, peer), lane in self._streams.items() if at == index and peer >= 0]:
             clock.wait(own, clock.record(stream))
         return Handle([], index, clock.record(own))
 
@@ -445,11 +435,11 @@ class OneForAll:
         return True
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> OneForAll:
-        for one in tensors:
+        for tensor in tensors:
             if options.reduceOp == dist.ReduceOp.SUM:
-                one.mul_(self.size)
+                tensor.mul_(self.size)
             elif options.reduceOp == dist.ReduceOp.PRODUCT:
-                one.pow_(self.size)
+                tensor.pow_(self.size)
         return self
 
     reduce = allreduce_coalesced = allreduce
@@ -458,17 +448,17 @@ class OneForAll:
         return self
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> OneForAll:
-        for ones, mine in zip(outputs, inputs, strict=True):
-            for one in ones:
-                one.copy_(mine)
+        for targets, own in zip(outputs, inputs, strict=True):
+            for target in targets:
+                target.copy_(own)
         return self
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], _options: Any) -> OneForAll:
         return self.allgather(outputs, inputs) if outputs else self
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], _options: Any) -> OneForAll:
-        for one, parts in zip(outputs, inputs, strict=False):
-            one.copy_(parts[0])
+        for target, parts in zip(outputs, inputs, strict=False):
+            target.copy_(parts[0])
         return self
 
     def alltoall_base(self, output: Tensor, given: Tensor, *_sizes: Any) -> OneForAll:
@@ -486,6 +476,10 @@ class OneForAll:
         return RuntimeError(f"ranks that {what} do different things; run them all: keepbusy run --ranks {self.size}")
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    return to_host(tensor.detach()) if tensor.is_cuda else tensor.detach()
+
+
 def _number(value: int) -> Tensor:
     return torch.ops.aten.scalar_tensor.default(value, dtype=torch.int64)
 
@@ -497,15 +491,15 @@ def _reducing(operation: Any) -> Any:
 
 
 def _bytes(value: Any) -> int:
-    return sum(one.nbytes for one in tensors_in(value))
+    return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
-OURS = {"nccl": "keepbusy", "gloo": "keepbusy_gloo"}
+OUR_BACKENDS = {"nccl": "keepbusy", "gloo": "keepbusy_gloo"}
 """The names that PyTorch knows our backends by, and those that the program hears."""
 
 
 def patch() -> None:
-    for backend, name in OURS.items():
+    for backend, name in OUR_BACKENDS.items():
         dist.Backend.register_backend(name, partial(VirtualGroup, backend=backend), devices=["cuda", "cpu"])
     native = dist.distributed_c10d
     around: dict[str, Callable[..., Any]] = {
@@ -515,8 +509,8 @@ def patch() -> None:
         "get_backend": _get_backend,
         **dict.fromkeys(("broadcast_object_list", "send_object_list", "recv_object_list"), _objects_by_host),
     }
-    ours: dict[str, Callable[..., Any]] = {name: partial(does, getattr(native, name)) for name, does in around.items()}
-    replace_everywhere(native, {**ours, "is_nccl_available": lambda: True})
+    wrapped: dict[str, Any] = {name: partial(does, getattr(native, name)) for name, does in around.items()}
+    replace_everywhere(native, {**wrapped, "is_nccl_available": lambda: True})
     atexit.register(_see_messages_off)
     os.register_at_fork(after_in_child=_posted.clear)
     # DDP's logger reads native CUDA timers
@@ -524,26 +518,26 @@ def patch() -> None:
     hide_native_timer()
 
 
-def _ours(backend: Any) -> Any:
-    """What tensors of the GPU go by is ours: `nccl` or `gloo`, alone or for the devices of a longer name."""
+def _our_backend(backend: Any) -> Any:
+    """Ours, if tensors of the GPU go by `nccl` or `gloo`, alone or for the devices of a longer name."""
     named = dict.fromkeys(("cuda", "cpu"), str(backend).lower()) if backend is not None else {"cuda": "nccl"}
     if ":" in named.get("cpu", ""):
         named = dict(part.split(":", 1) for part in named["cpu"].split(","))
-    return OURS.get(named.get("cuda", ""), backend)
+    return OUR_BACKENDS.get(named.get("cuda", ""), backend)
 
 
 def _init_process_group(native: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("device_id", None)  # it would start native NCCL early
     if MACHINE.alike > 1:
         kwargs |= {"rank": 0, "world_size": MACHINE.alike, "store": dist.HashStore(), "init_method": None}
-    return native(_ours(backend), *args, **kwargs)
+    return native(_our_backend(backend), *args, **kwargs)
 
 
 def _new_group(
     native: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     kwargs.pop("device_id", None)
-    return native(ranks, timeout, backend if backend is None else _ours(backend), *args, **kwargs)
+    return native(ranks, timeout, backend if backend is None else _our_backend(backend), *args, **kwargs)
 
 
 def _destroy_process_group(native: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -553,7 +547,7 @@ def _destroy_process_group(native: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _get_backend(native: Callable[..., Any], group: Any = None) -> Any:
     found = native(group)
-    return next((backend for backend, name in OURS.items() if name == found), found)
+    return next((backend for backend, name in OUR_BACKENDS.items() if name == found), found)
 
 
 def _objects_by_host(native: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:

@@ -7,58 +7,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch._C import Generator as HostGenerator
 
 from keepbusy.virtual.machine import CURRENT, MACHINE
 from keepbusy.virtual.pytorch import refusal
-
-# Random states as a GPU has them: a seed and an offset in sixteen bytes, and each draw a function of both.
-#
-# Programs take them apart: ranks that share a tensor draw each its part of it by an offset of its own. The host's
-# generator has another kind of state; before each draw it is seeded anew from these two numbers.
-
-_SIZE, _WORD = 16, 1 << 64
-_STEP = 4
-"""Numbers that one draw of a GPU's generator gives: offsets are multiples of it."""
-
-
-class _State:
-    seed = offset = 0
-
-
-_STATES: dict[int, _State] = {}
-"""By the address of what is behind a generator: the dispatcher makes a new Python object on its way."""
-
-
-def state_of(generator: Any) -> Tensor:
-    """As the program sees it; a generator of the host has the host's."""
-    state = _STATES.get(generator._cdata)
-    if state is None:
-        return HostGenerator.get_state(generator)
-    packed = state.seed.to_bytes(8, "little") + state.offset.to_bytes(8, "little")
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def put_state(generator: Any, packed: Tensor) -> None:
-    state = _STATES.get(generator._cdata)
-    if state is None:
-        HostGenerator.set_state(generator, packed)
-        return
-    if packed.dtype != torch.uint8 or packed.device.type != "cpu":
-        raise TypeError("RNG state must be a torch.ByteTensor")
-    if packed.numel() != _SIZE:
-        raise RuntimeError("RNG state is wrong size")
-    whole = bytes(packed.tolist())
-    state.seed, state.offset = (int.from_bytes(part, "little") for part in (whole[:8], whole[8:]))
-
-
-def _mixed(number: int) -> int:
-    """Numbers that lie close together, far apart (splitmix64)."""
-    number = (number + 0x9E3779B97F4A7C15) % _WORD
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % _WORD
-    number = (number ^ number >> 27) * 0x94D049BB133111EB % _WORD
-    return number ^ number >> 31
+from keepbusy.virtual.random_states import STATES, STEP, WORD, RandomState, put_state, seed_host, state_of
 
 
 class DeviceGenerator(HostGenerator):
@@ -77,21 +30,21 @@ class DeviceGenerator(HostGenerator):
         return copy
 
     def initial_seed(self) -> int:
-        return _STATES[self._cdata].seed
+        return STATES[self._cdata].seed
 
     def get_offset(self) -> int:
-        return _STATES[self._cdata].offset
+        return STATES[self._cdata].offset
 
     def set_offset(self, offset: int) -> DeviceGenerator:
-        if offset % _STEP:
+        if offset % STEP:
             raise RuntimeError("offset must be a multiple of 4")
-        _STATES[self._cdata].offset = offset
+        STATES[self._cdata].offset = offset
         return self
 
     def manual_seed(self, seed: int) -> DeviceGenerator:
-        state = _STATES[self._cdata]
+        state = STATES[self._cdata]
         if not MACHINE.captures(self._index):
-            state.seed, state.offset = seed % _WORD, 0
+            state.seed, state.offset = seed % WORD, 0
         elif seed != state.seed:
             raise RuntimeError(
                 "CUDAGeneratorImpl::set_current_seed can be called during stream capture only if new seed is the same "
@@ -126,8 +79,8 @@ class DeviceGenerator(HostGenerator):
 def _generator_of(device: int) -> DeviceGenerator:
     generator = DeviceGenerator()
     generator._index = device
-    _STATES[generator._cdata] = _State()
-    weakref.finalize(generator, _STATES.pop, generator._cdata, None)
+    STATES[generator._cdata] = RandomState()
+    weakref.finalize(generator, STATES.pop, generator._cdata, None)
     return generator
 
 
@@ -171,24 +124,23 @@ DEFAULTS = Defaults()
 
 def refuse_generator(generator: Any, device: str) -> None:
     """One of another device, as PyTorch says it."""
-    found = "cuda" if generator._cdata in _STATES else "cpu"
+    found = "cuda" if generator._cdata in STATES else "cpu"
     if found != device and not DEFAULTS.shared:
         raise RuntimeError(f"Expected a '{device}' device type for generator but found '{found}'")
 
 
 def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool) -> Any:
     """Call an operator that draws, with the device's generator unless one was given."""
-    given = next((one for one in (*args, *kwargs.values()) if isinstance(one, HostGenerator)), None)
+    given = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, HostGenerator)), None)
     if given is not None:
         refuse_generator(given, "cuda")
     generator: Any = given or DEFAULTS(device)
     recording = MACHINE.records(device)
     if recording is not None:
         recording.draws_from(generator)
-    state = _STATES.get(generator._cdata)
-    if state is not None:  # what it draws follows from its seed and its offset, which moves on
-        HostGenerator.manual_seed(generator, _mixed(state.seed + _mixed(state.offset)))
-        state.offset += _STEP
+    state = STATES.get(generator._cdata)
+    if state is not None:
+        seed_host(generator, state)
     if given is not None:
         return call(*args, **kwargs)
     if takes_generator:

@@ -1,7 +1,7 @@
 """`torch.cuda.FloatTensor` and its kin, and `torch.set_default_tensor_type` with one of them.
 
 Native code takes such a type for one that is not there. Where it is the default one, functions that make tensors make
-them on the device, unless they are told where.
+them on the device, unless the call says where.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepbusy.instrument.patches import Patches
 
 
 class TensorType(type):
-    """The tensors of the device of one type: made of sizes or of values, and told apart by `isinstance`.
+    """The tensors of the device of one type: made of sizes or of values, and known to `isinstance`.
 
     Native code knows such a class by its whole name, `torch.cuda.FloatTensor`; Python sees the last part of it.
     """
@@ -52,7 +52,7 @@ class TensorType(type):
 
 
 def _are_sizes(given: tuple[Any, ...]) -> bool:
-    return all(isinstance(one, int | torch.Size) for one in given)
+    return all(isinstance(value, int | torch.Size) for value in given)
 
 
 class Default:
@@ -67,11 +67,11 @@ _OF_TENSORS = ("tensor", "as_tensor", "normal")
 
 def patch(patches: Patches) -> None:
     """`torch.cuda` has the types, and whoever makes a tensor asks which one is the default."""
-    for on_host in [one for one in torch._tensor_classes if one.__module__ == "torch"]:
+    for on_host in [kind for kind in torch._tensor_classes if kind.__module__ == "torch"]:
         setattr(torch.cuda, on_host.__name__, TensorType.of(on_host))
     patches.wrap(torch._C, "_set_default_tensor_type", _set_default)
     patches.wrap(torch._C, "_get_default_device", lambda native: "cuda" if Default.is_device else native())
-    makers = {one.__name__ for one in torch.utils._device._device_constructors()}
+    makers = {function.__name__ for function in torch.utils._device._device_constructors()}
     for name in makers - {"asarray"}:  # PyTorch makes that on the host
         is_fft = name.startswith("fft_")
         patches.wrap(torch.fft if is_fft else torch, name.removeprefix("fft_"), partial(_make, name))
@@ -88,10 +88,10 @@ def _set_default(native: Callable[..., Any], kind: Any) -> None:
 
 
 def _make(name: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    told = kwargs.get("device") is not None or kwargs.get("out") is not None
-    if not Default.is_device or told or torch.utils._device.CURRENT_DEVICE is not None:
+    says_where = kwargs.get("device") is not None or kwargs.get("out") is not None
+    if not Default.is_device or says_where or torch.utils._device.CURRENT_DEVICE is not None:
         return native(*args, **kwargs)
-    if name in _OF_TENSORS and any(isinstance(one, Tensor) for one in (*args, *kwargs.values())):
+    if name in _OF_TENSORS and any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
         return native(*args, **kwargs)
     return native(*args, **{**kwargs, "device": torch.device("cuda")})
 

@@ -66,7 +66,7 @@ def map_tensors(does: Any, value: Any) -> Any:
     if isinstance(value, Tensor):
         return does(value)
     if isinstance(value, list | tuple):
-        return [map_tensors(does, one) for one in value]
+        return [map_tensors(does, item) for item in value]
     return value
 
 
@@ -93,7 +93,7 @@ def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 def sparse_to_host(tensor: Tensor, in_capture: bool) -> Tensor:
     if in_capture:
         raise NotImplementedError("keepbusy's virtual GPU captures no sparse tensors in CUDA graphs.")
-    return sparse_like(tensor, *(to_host(one) for one in pieces(tensor)))
+    return sparse_like(tensor, *(to_host(piece) for piece in pieces(tensor)))
 
 
 def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class _Registered:
 _PINNED: dict[int, StorageWeakRef | _Registered] = {}
 _SWEEP_AT = 4096
 _pins_within: dict[int, _NativeCall] = {}
-"""Of each thread, the call in which native code was given an allocator of pinned memory and has not yet looked at what
+"""By thread, the call in which native code was given an allocator of pinned memory and has not yet looked at what
 came of it."""
 
 
@@ -171,7 +171,7 @@ def memory_at(address: int) -> object:
 
 
 def _is_pinned_address(address: int) -> bool:
-    """Of the begin of a storage."""
+    """`address`: where a storage begins."""
     storage = _PINNED.get(address)
     return storage is not None and not storage.expired()
 
@@ -322,33 +322,34 @@ def _outlines(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str,
     guess = _BY_VALUES.get(short)
     if guess is not None:
         return guess(*args, **kwargs)
-    found = call(*[_without_masks(one) if short in _INDEXING else one for one in args], **kwargs)
+    found = call(*[_without_masks(argument) if short in _INDEXING else argument for argument in args], **kwargs)
     return _with_layout(found, args[:2]) if short == "convolution" else found
 
 
 def _with_layout(result: Tensor, given: Any) -> Tensor:
     """Convolutions keep the layout of their images or filters; meta kernels forget it."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
-    if last is None or not any(one.is_contiguous(memory_format=last) and not one.is_contiguous() for one in given):
+    if last is None:
         return result
-    return result.contiguous(memory_format=last)
+    in_layout = (tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous() for tensor in given)
+    return result.contiguous(memory_format=last) if any(in_layout) else result
 
 
 def _outlined(given: Any) -> Any:
     """A number in a tensor of the host may stand beside outlines of any device."""
     if isinstance(given, dict):
-        return {name: _outlined(one) for name, one in given.items()}
-    return map_tensors(lambda one: outline(one) if one.is_cuda or one.dim() else one, given)
+        return {name: _outlined(option) for name, option in given.items()}
+    return map_tensors(lambda tensor: outline(tensor) if tensor.is_cuda or tensor.dim() else tensor, given)
 
 
 def _shape_key(value: Any) -> Any:
-    """Of arguments, what the shapes of results depend on."""
+    """What of the arguments the shapes of results depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_cuda
     if isinstance(value, list | tuple):
-        return tuple([_shape_key(one) for one in value])
+        return tuple([_shape_key(item) for item in value])
     if isinstance(value, dict):
-        return tuple([(name, _shape_key(one)) for name, one in value.items()])
+        return tuple([(name, _shape_key(item)) for name, item in value.items()])
     return type(value), value
 
 
@@ -357,9 +358,9 @@ def _without_masks(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     found: list[Any] = []
-    for one in value:
-        is_mask = isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
-        found += [_outline((_half(one.numel()),)) for _ in range(one.dim())] if is_mask else [one]
+    for index in value:
+        is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+        found += [_outline((_half(index.numel()),)) for _ in range(index.dim())] if is_mask else [index]
     return found
 
 
@@ -387,14 +388,14 @@ def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0)
 
 _INDEXING = ("index", "_unsafe_index")
 _BY_VALUES: dict[str, Callable[..., Any]] = {
-    "nonzero": lambda one: _outline((_half(one.numel()), one.dim())),
+    "nonzero": lambda tensor: _outline((_half(tensor.numel()), tensor.dim())),
     "masked_select": _masked_select,
     "_unique2": _unique,
-    "repeat_interleave": lambda one, *, output_size=None: _outline(
-        (one.numel() if output_size is None else output_size,)
+    "repeat_interleave": lambda tensor, *, output_size=None: _outline(
+        (tensor.numel() if output_size is None else output_size,)
     ),
     "bincount": _bincount,
     "equal": lambda *_args: False,
     # labels read as zero, so the largest is the first class
-    "one_hot": lambda one, classes=-1: _outline((*one.shape, max(1, classes))),
+    "one_hot": lambda tensor, classes=-1: _outline((*tensor.shape, max(1, classes))),
 }

@@ -1,0 +1,205 @@
+"""The devices' side of the clock: in-order streams, copy engines, and the rules by which commands start and end.
+
+The rules are those of `timeline/replay.py`: a command starts once its stream is free and whatever it waits for has
+ended. All of it is called with the clock's lock held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from keepbusy.timeline.model import EVERY_LANE, NEVER, NONE, Direction, Kind, Lane, LinkKind
+from keepbusy.virtual.clock.captures import Awaited, Node
+from keepbusy.virtual.clock.rows import Rows
+from keepbusy.virtual.costs.device import Device, HostCopy
+
+_KERNEL, _COLLECTIVE = int(Kind.KERNEL), int(Kind.COLLECTIVE)
+_NCCL = "nccl"
+"""Begins the names of its kernels, which need multiprocessors; gloo has none."""
+_MESSAGES = "SendRecv"
+"""In the name of NCCL's kernel that sends and receives, which needs few multiprocessors."""
+_FIRST_STREAM = 7
+"""CUDA's tools call the default stream 7."""
+
+
+class Launch(NamedTuple):
+    """A call that gives a stream commands."""
+
+    row: int
+    start: int
+
+
+class StreamQueue:
+    """An in-order queue of commands."""
+
+    __slots__ = ("awaited", "device", "ends", "lane", "last", "launch", "place", "tail")
+
+    def __init__(self, lane: int, device: int, limit: int) -> None:
+        self.lane, self.device = lane, device
+        self.tail = NEVER  # when its last command ends
+        self.last = NONE  # that command's row
+        self.awaited: dict[int, tuple[int, int]] = {}  # what its next command waits for: see `Awaited`
+        self.ends = [NEVER] * limit  # of the last so many commands, as `timeline/replay.py` keeps them
+        self.place = 0  # of the next one
+        self.launch = NONE  # that came last with commands of its own
+
+    def append(self, launch: int, row: int, end: int) -> None:
+        """A command. All of one launch, a graph's, take one place in the queue."""
+        self.tail, self.last = end, row
+        if launch != self.launch:
+            self.place, self.launch = (self.place + 1) % len(self.ends), launch
+        self.ends[self.place - 1] = end
+
+    def until(self) -> int:
+        """When everything that stands in it now, or that it waits for, has ended."""
+        return max([self.tail, *(end for _, end in self.awaited.values())]) if self.awaited else self.tail
+
+    def pending(self) -> Awaited:
+        """What must have ended by then."""
+        if self.last == NONE:
+            return dict(self.awaited)
+        return {self.lane: (self.last, self.tail), **self.awaited}
+
+    def wait_for(self, awaited: Awaited) -> None:
+        """Its next command comes after these. Of each lane only the latest counts; its own are in order anyway."""
+        for lane, command in awaited.items():
+            if lane != self.lane and command > self.awaited.get(lane, (NONE, NEVER)):
+                self.awaited[lane] = command
+
+
+class SharedDevice:
+    """A device on which kernels and collectives hold each other up: NCCL takes some of the multiprocessors, so that a
+    product whose tiles fill all of them once needs a second round, and both read and write the same memory.
+
+    A command is slowed where it begins beside one that was launched before. What was launched before has its time
+    already; what that should have lost, the next command of its kind makes up for.
+    """
+
+    def __init__(self, slower: Callable[[str], float]) -> None:
+        self._slower, self._of_collectives = slower, 1 - 1 / slower("nccl")
+        self._collectives: deque[tuple[int, int]] = deque()
+        self._kernels: deque[tuple[int, int, float]] = deque(maxlen=1024)  # as many as may stand in a queue
+        self._kernels_owe = self._collectives_owe = 0.0
+
+    def lasts(self, name: str, start: int, work: int) -> int:
+        """How long a kernel takes that begins then, and takes `work` alone."""
+        while self._collectives and self._collectives[0][1] <= start:
+            self._collectives.popleft()
+        slower, remaining, now = self._slower(name), float(work), float(start)
+        if slower > 1.0:
+            remaining, self._kernels_owe = remaining + self._kernels_owe, 0.0
+        for begun, ended in self._collectives:
+            if ended > now and remaining > begun - now:
+                remaining -= max(0.0, begun - now)
+                now = max(begun, now)
+                beside = min(remaining * slower, ended - now)
+                remaining, now = remaining - beside / slower, now + beside
+                self._collectives_owe += beside * self._of_collectives
+        end = round(now + remaining)
+        self._kernels.append((start, end, slower))
+        return end - start
+
+    def owed(self) -> int:
+        """How much later the next collective ends for what the ones before should have lost."""
+        owed, self._collectives_owe = round(self._collectives_owe), 0.0
+        return owed
+
+    def hold(self, start: int, end: int) -> None:
+        """A collective is on the wire so long. While it waits for a late rank it holds them, too, but what a late rank
+        costs shows when its wait is replayed, and kernels would stay as they are there."""
+        for begun, ended, slower in reversed(self._kernels):
+            if ended <= start:
+                break
+            beside = max(0, min(end, ended) - max(start, begun))
+            self._kernels_owe += beside * (1 - 1 / slower)
+            self._collectives_owe += beside * self._of_collectives
+        self._collectives.append((start, end))
+
+
+class DeviceQueues:
+    """The streams of all devices, known by their number in the timeline's lanes."""
+
+    def __init__(self, device: Device, rank: int, rows: Rows) -> None:
+        self.streams: dict[int, StreamQueue] = {}
+        self.wires: dict[int, int] = {}  # of each row of a collective, how long it was on the wire
+        self._device, self._rank, self._rows, self._limits = device, rank, rows, device.queue
+        self._default_streams: dict[int, int] = {}
+        self._branch_streams: dict[tuple[int, int], int] = {}  # of a stream, on which lanes its graphs' branches run
+        self._last_copies: dict[tuple[int, int], tuple[int, int, int]] = {}  # by copy engine: lane, row and end
+        self.shared: dict[int, SharedDevice] = {}  # devices on which collectives ran
+
+    def default_stream(self, device: int) -> int:
+        lane = self._default_streams.get(device)
+        return self._default_streams.setdefault(device, self.add_stream(device)) if lane is None else lane
+
+    def add_stream(self, device: int) -> int:
+        number = sum(queue.device == device for queue in self.streams.values()) + _FIRST_STREAM
+        lane = self._rows.lane(Lane(self._rank, device, number, f"stream {number}"))
+        self.streams[lane] = StreamQueue(lane, device, self._limits.pending)
+        return lane
+
+    def branch(self, queue: StreamQueue, number: int) -> StreamQueue:
+        """On which stream a graph's commands run that were captured on its nth stream."""
+        if number == 0:
+            return queue
+        lane = self._branch_streams.get((queue.lane, number))
+        if lane is None:
+            lane = self._branch_streams[queue.lane, number] = self.add_stream(queue.device)
+        return self.streams[lane]
+
+    def earliest_start(self, queue: StreamQueue, called: int, gap: int) -> int:
+        """When a command launched then may start: the stream is free, and what it waits for has ended."""
+        start = max(called + self._limits.latency, queue.tail + gap)
+        for _, end in queue.awaited.values():
+            start = max(start, end + self._limits.gap)
+        return start
+
+    def kernel_duration(self, queue: StreamQueue, name: str, start: int, work: int) -> int:
+        """With what a collective beside it costs."""
+        shared = self.shared.get(queue.device) if self.shared else None
+        return work if shared is None else shared.lasts(name, start, work)
+
+    def add(self, queue: StreamQueue, launch: Launch, node: Node, gap: int | None = None) -> int:
+        """A command, which starts as early as it may; returns its row."""
+        rows, limits = self._rows, self._limits
+        lag = limits.gap if gap is None else gap
+        name = rows.names[node.name]
+        start, work = self.earliest_start(queue, launch.start, lag), node.work
+        if node.kind == _KERNEL:
+            work = self.kernel_duration(queue, node.name, start, work)
+        row = rows.add(
+            queue.lane, node.kind, name, NONE, start, start + work, work, lag, NONE, node.group, node.size,
+            node.direction, node.pinned, launch.row, limits.latency,
+        )  # fmt: skip
+        for source, _ in queue.awaited.values():
+            rows.link(source, row, LinkKind.ORDER, limits.gap)
+        queue.awaited.clear()
+        queue.append(launch.row, row, start + work)
+        return row
+
+    def copy(self, queue: StreamQueue, launch: Launch, node: Node, direction: Direction, way: HostCopy) -> None:
+        """A device has one engine for each direction, and all streams share it."""
+        engine = (queue.device, int(direction))
+        lane, row, end = self._last_copies.get(engine, (queue.lane, NONE, 0))
+        if end > queue.tail:
+            queue.wait_for({lane: (row, end)})
+        row = self.add(queue, launch, node._replace(direction=int(direction), pinned=way.pinned))
+        self._last_copies[engine] = (queue.lane, row, queue.tail)
+
+    def shared_with_kernels(self, queue: StreamQueue, node: Node) -> SharedDevice | None:
+        """The device whose kernels a collective of NCCL's holds up."""
+        if node.kind != _COLLECTIVE or not node.name.startswith(_NCCL) or _MESSAGES in node.name:
+            return None
+        return self.shared.setdefault(queue.device, SharedDevice(self._device.slower_together))
+
+    def whole(self, device: int) -> tuple[int, int, Awaited]:
+        """All lanes of a device: whom a sync awaits, until when, and which rows by links."""
+        queues = [queue for queue in self.streams.values() if queue.device == device]
+        until = max((queue.until() for queue in queues), default=0)
+        together = StreamQueue(NONE, device, 0)
+        is_only_device = len(queues) == len(self.streams)
+        for queue in queues:
+            together.wait_for(queue.awaited if is_only_device else queue.pending())
+        return EVERY_LANE if is_only_device else NONE, until, together.awaited

@@ -1,0 +1,112 @@
+"""Which bytes a tensor has and a command uses, and whether two share some: views of one memory may interleave."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from keepbusy.virtual.clock.order import Command
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Addresses: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+_MOST_ELEMENTS = 1 << 18
+"""Elements of two interleaving views that are compared one by one. Larger views count as apart."""
+
+
+class View(NamedTuple):
+    """Where the elements of a tensor lie that has gaps between them."""
+
+    dimensions: tuple[tuple[int, int], ...]  # the length and the stride of each, the longest stride first
+    item_size: int  # bytes an element
+
+    @property
+    def elements(self) -> int:
+        return math.prod(length for length, _ in self.dimensions)
+
+
+class Extent(NamedTuple):
+    """The bytes of a tensor."""
+
+    low: int  # its first byte, and the one behind its last
+    high: int
+    view: View | None = None  # None for memory without gaps
+
+    @classmethod
+    def of(cls, tensor: Tensor, low: int) -> Extent:
+        """`low`: the address of its first byte."""
+        item_size = tensor.element_size()
+        if tensor.is_contiguous():
+            return cls(low, low + tensor.nbytes)
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        dimensions = sorted((pair for pair in pairs if pair[1] and pair[0] > 1), key=lambda pair: -pair[1])
+        view = View(tuple(dimensions), item_size)
+        span = 1 + sum((length - 1) * stride for length, stride in dimensions)
+        return cls(low, low + span * item_size, view if span > view.elements else None)
+
+    def covers(self, other: Extent) -> bool:
+        """Whether it certainly has all bytes of the other one."""
+        return self == other or (self.view is None and self.low <= other.low and other.high <= self.high)
+
+    def shares_bytes(self, other: Extent) -> bool:
+        """Whether any byte is in both, if their ranges overlap; False, too, where nobody knows."""
+        if self.view is None and other.view is None:
+            return True
+        if _are_other_columns(self, other) or max(_elements(self), _elements(other)) > _MOST_ELEMENTS:
+            return False
+        (starts, size), (other_starts, other_size) = self._pieces(), other._pieces()
+        # the last start of this one before the end of each piece of the other
+        before = np.searchsorted(starts, other_starts + other_size) - 1
+        return bool((starts[np.maximum(before, 0)] + size > other_starts)[before >= 0].any())
+
+    def _pieces(self) -> tuple[Addresses, int]:
+        """Where its pieces begin, in order, and the length of each."""
+        starts = np.array([self.low], np.int64)
+        if self.view is None:
+            return starts, self.high - self.low
+        for length, stride in self.view.dimensions:
+            steps = np.arange(length, dtype=np.int64) * (stride * self.view.item_size)
+            starts = (starts[:, None] + steps).ravel()
+        return np.sort(starts), self.view.item_size
+
+
+def _elements(extent: Extent) -> int:
+    return 0 if extent.view is None else extent.view.elements
+
+
+def _are_other_columns(first: Extent, second: Extent) -> bool:
+    """Whether two views take different columns of the same rows, which needs no look at their elements."""
+    if first.low > second.low:
+        first, second = second, first
+    view, other = first.view, second.view
+    if view is None or other is None or view.item_size != other.item_size:
+        return False
+    if len(view.dimensions) != 2 or len(other.dimensions) != 2:
+        return False
+    (_, row), (columns, step) = view.dimensions
+    (_, other_row), (other_columns, other_step) = other.dimensions
+    begin = (second.low - first.low) // view.item_size % row  # of the second one, in a row of the first
+    end = begin + other_columns * step
+    return (row, step) == (other_row, other_step) and columns * step <= begin and end <= row
+
+
+class Use(NamedTuple):
+    """One command's, or the host's, reading or writing of memory."""
+
+    extent: Extent
+    command: Command
+    writes: bool
+    is_partial: bool = False  # of rows that an index chooses: which ones, nobody knows
+    is_kept: bool = False  # within a backward pass, whose engine keeps gradients until all streams are done with them
+    is_freed: bool = False  # whether the memory was given back since
+
+    def conflicts_with(self, other: Use) -> bool:
+        """Whether their order matters, as far as their ranges tell."""
+        overlap = self.extent.low < other.extent.high and other.extent.low < self.extent.high
+        return overlap and (self.writes or other.writes) and not (self.is_partial and other.is_partial)
+
+    def covers(self, other: Use) -> bool:
+        return not self.is_partial and self.extent.covers(other.extent)
