@@ -230,7 +230,7 @@ def told_of(name: str, without: str) -> Told:
 
 
 def _run(name: str, without: str, left: Path) -> None:
-    from keepbusy.instrument.script import run_file
+    from keepbusy.program.script import run_file
     from keepbusy.virtual.virtual_run import Options, start
 
     with switched_off(without) if without else nullcontext():

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from keepbusy.instrument.loops import LoopWatch
 from keepbusy.log import hostlog
 from keepbusy.log.program_log import ProgramLog, start
+from keepbusy.program.loops.stack_samples import StackSampler
 
 PROGRAMS = {"1ms": (64, 8, 8), "8ms": (64, 60, 8), "healthy": (4096, 8, 8192)}
 """Width, layers, batch."""
@@ -68,16 +68,21 @@ def median(ratios: Sequence[float]) -> str:
     return f"{100 * (statistics.median(ratios) - 1):+.2f}% ±{100 * statistics.stdev(drawn):.2f}"
 
 
-def switch(log: ProgramLog, rows: bool, looks: bool) -> None:
-    """Looks come as often as before they were switched off."""
+def switch(log: ProgramLog, rows: bool, samples: bool) -> None:
+    """Samples come as often as before they were switched off."""
     hostlog.pause(not rows)
-    if looks != (log._loops.meanwhile is not None):
-        if looks:
-            log._loops._pace, log._loops._cost = PACE[-1]
+    sampler = log._sampler
+    if samples != (sampler.meanwhile is not nothing):
+        if samples:
+            sampler._pace, sampler._cost = PACE[-1]
         else:
-            PACE.append((log._loops._pace, log._loops._cost))
-    log._loops.meanwhile = log._meanwhile if looks else None
-    log._loops.look = LoopWatch.look.__get__(log._loops) if looks else lambda _: None  # type: ignore[method-assign]
+            PACE.append((sampler._pace, sampler._cost))
+    sampler.meanwhile = log._meanwhile if samples else nothing
+    sampler.sample = StackSampler.sample.__get__(sampler) if samples else lambda _: None  # type: ignore[method-assign]
+
+
+def nothing() -> None:
+    """In place of what is done between two samples."""
 
 
 def main() -> None:

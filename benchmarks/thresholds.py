@@ -121,22 +121,23 @@ MERGED = {
 """Of reading ranks into one timeline: measured on the recordings of several ranks, and on traces of many."""
 
 VIRTUAL = {
-    "keepbusy.instrument.loop_tree": (
+    "keepbusy.program.loops.step_loop": (
         Threshold("PATIENCE", INFINITE, "Who steps eight times while another does not is no part of its step."),
-        Threshold("HOLDS_TRAINING", 0.0, "A loop with fewer than half of the backward passes is part of a turn."),
-        Threshold("AGREEMENT", 0.0, "A place is a line at which looks found three fifths of the time."),
-    ),
-    "keepbusy.instrument.slow_turns": (
-        Threshold("SLOW_DEVIATIONS", 0.0, "A slow turn is eight usual deviations longer than the median."),
-        Threshold("SLOW_SHARE", 0.0, "A slow turn is longer than the median by half of it."),
-        Threshold("BEAT_SHARE", 0.0, "Three in four of the distances of a beat are the usual one, or several of it."),
-        Threshold("BEAT_LASTS", 0.0, "A beat goes on for a quarter of the turns: else it was a burst."),
-        Threshold("ALIKE_LENGTHS", INFINITE, "A slow turn that no look has met goes to a kind alike in length."),
-    ),
-    "keepbusy.instrument.run_loops": (
-        Threshold("STAY", INFINITE, "On a virtual GPU, a function that lasts 60 ms may hold loops of the run, ..."),
+        Threshold("HOLDS_TRAINING", 0.0, "A loop with fewer than half of the backward passes is part of an iteration."),
         Threshold("WORKING_SHARE", 0.0, "A loop with half of the GPU's work is what the program is for, ..."),
-        Threshold("FEWEST_TURNS", 1, "... if it turns six times."),
+        Threshold("FEWEST_ITERATIONS", 1, "... if it iterates six times."),
+    ),
+    "keepbusy.program.loops.run_tree": (
+        Threshold("AGREEMENT", 0.0, "A place is a line at which the program was three fifths of the time."),
+    ),
+    "keepbusy.program.loops.slow_iterations": (
+        Threshold("SLOW_DEVIATIONS", 0.0, "A slow iteration is eight usual deviations longer than the median."),
+        Threshold("SLOW_SHARE", 0.0, "A slow iteration is longer than the median by half of it."),
+        Threshold("BEAT_SHARE", 0.0, "Three in four of the distances of a beat are the usual one, or several of it."),
+        Threshold("BEAT_LASTS", 0.0, "A beat goes on for a quarter of the iterations: else it was a burst."),
+    ),
+    "keepbusy.program.loops.run_loops": (
+        Threshold("STAY", INFINITE, "A function that lasts 60 ms may hold loops of the run, ..."),
         Threshold("STAY_SHARE", 0.0, "... and in a short run one that lasts a twentieth of it."),
     ),
 }
@@ -144,31 +145,18 @@ VIRTUAL = {
 THRESHOLDS = EXPLAINED | MERGED | VIRTUAL
 
 BOUNDS = {
-    "keepbusy.instrument.loops": (
-        *(
-            "LOOK_INTERVAL",
-            "TIMES_ITS_COST",
-            "GROWTH",
-            "BESIDE_EVERY",
-            "KEPT_LOOKS",
-            "KEPT_TURNS",
-            "DEEPEST",
-            "IMPORTING",
-        ),
-        *(
-            "THINKS_AT_MOST",
-            "LOOKS_IN_ONE_FRAME",
-            "LOOKS_WITHOUT_COUNTS",
-            "ENTRIES_A_SECOND",
-            "ENTRIES_IN_A_ROW",
-        ),
-        *("TURNS_A_SECOND", "TURNS_IN_A_ROW"),
+    "keepbusy.program.loops.stack_samples": (
+        *("SAMPLE_INTERVAL", "TIMES_ITS_COST", "GROWTH", "BESIDE_EVERY", "KEPT_SAMPLES", "DEEPEST", "PATIENCE"),
     ),
-    "keepbusy.instrument.loop_tree": (
-        *("KEPT_LINES", "KEPT_KINDS", "STRETCHES", "RECORDED_AT_MOST"),
-        *("SHORTEST_PART", "SLOW_TURNS_MATTER", "LOOP_IS_WORTH"),
+    "keepbusy.program.loops.codes": ("IMPORTING",),
+    "keepbusy.program.loops.iteration_counts": (
+        *("IS_COUNTED", "CALLS_A_SECOND", "CALLS_IN_A_ROW", "LIMIT", "VIRTUAL_LIMIT", "KEPT_ITERATIONS"),
     ),
-    "keepbusy.instrument.slow_turns": ("REASON_SHARE", "COMPARED_TURNS"),
+    "keepbusy.program.loops.step_loop": ("LOOP_IS_WORTH", "KEPT_ITERATIONS", "FEWEST_MARKS"),
+    "keepbusy.program.loops.run_tree": (
+        *("KEPT_LINES", "KEPT_KINDS", "STRETCHES", "SHORTEST_PART", "SLOW_ITERATIONS_MATTER", "FEWEST_ITERATIONS"),
+    ),
+    "keepbusy.program.loops.slow_iterations": ("COMPARED_ITERATIONS",),
     "keepbusy.explain.fix_search": ("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS"),
     "keepbusy.fixes.capture": ("MOST_GRAPHS",),
     "keepbusy.fixes.definition": (),
@@ -198,7 +186,6 @@ BOUNDS = {
     "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH", "USUAL_WORKERS"),
     "keepbusy.timeline.steps": ("NOISE_OF_A_SCRIPT", "SAMPLED_ROWS"),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
-    "keepbusy.instrument.run_loops": ("FEWEST_MARKS", "TURNS_A_SECOND", "TURNS_IN_A_ROW"),
 }
 """No rule that could be wrong: what bounds the cost of looking or says how much is kept and told, what was measured of
 PyTorch, CUDA and clocks, what is refused as damaged, and from where on anything is more than noise."""

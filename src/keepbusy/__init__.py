@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.fix.gate.guard import TooManyWaits as TooManyWaits
     from keepbusy.fix.gate.guard import guard as guard
-    from keepbusy.instrument import step as step
     from keepbusy.integrations.session import record as record
+    from keepbusy.program import step as step
     from keepbusy.report.terminal import render_full as render_full
     from keepbusy.report.verdict import render as render
     from keepbusy.runtime.accumulate import accumulate as accumulate
@@ -56,7 +56,7 @@ _HOMES = {
     "save": "keepbusy.timeline.busy_file",
     "save_later": "keepbusy.runtime.save_later",
     "spread": "keepbusy.runtime.spread.spread_model",
-    "step": "keepbusy.instrument",
+    "step": "keepbusy.program",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.instrument.lines import OURS
 from keepbusy.log.kernel_times import KernelTimes, device_events, learn
 from keepbusy.log.log_file import ROW, DriverCall, DriverLog, StackFrame, read_log
 from keepbusy.log.profiler_window import CallKey, call_keys
-from keepbusy.log.program_log import LOOKS
+from keepbusy.log.program_log import SAMPLES
 from keepbusy.log.rebuild import RebuiltRun, rebuild
+from keepbusy.program.lines import OURS
 
 RECORDED = Path(__file__).with_name("driver_logs")
 US = 1_000
@@ -104,7 +104,7 @@ def unpacked(name: str, into: Path) -> Path:
             (folder / file).write_text(text.replace("{ours}", OURS).replace("{torch}", torch))
         looks = json.loads((folder / "looks.json").read_text())
         names = np.frombuffer(json.dumps(looks["names"]).encode(), np.uint8)
-        np.savez(folder / LOOKS, times=np.array(looks["times"]), chains=np.array(looks["chains"]), names=names)
+        np.savez(folder / SAMPLES, times=np.array(looks["times"]), chains=np.array(looks["chains"]), names=names)
     return into
 
 

@@ -14,7 +14,7 @@ from warm_python import PATIENCE
 SOURCES = Path(__file__).parents[2] / "src"
 BEGINS = """\
 import atexit, os, signal, sys, threading, time
-from keepbusy.instrument.script import Ending
+from keepbusy.program.script import Ending
 """
 FINISHES = "Ending(lambda: print('finished', flush=True), in_handler=%s)\n"
 
@@ -101,7 +101,7 @@ libc.pthread_mutex_lock(mutex)  # never comes back, and no signal gets it out
 @both
 def test_a_program_that_hangs_in_a_call_is_ended_by_the_signal_as_it_would_be_alone(in_handler: bool) -> None:
     """As a rank that waits for a peer which has died."""
-    soon = "import keepbusy.instrument.script as script\nscript._PATIENCE = script._PATIENCE_WITH_US = 0.2\n"
+    soon = "import keepbusy.program.script as script\nscript._PATIENCE = script._PATIENCE_WITH_US = 0.2\n"
     assert said(ended(HANGS, in_handler, before=soon)) == (-signal.SIGTERM, "", "")
 
 
@@ -148,7 +148,7 @@ def test_a_program_may_close_all_descriptors(in_handler: bool) -> None:
     """As daemons do: Python would complain of ours at each signal."""
     own = "".join(f"own{number} = open(os.devnull)\n" for number in range(3)) + "print(own2.fileno())\n"
     assert said(ended(CLOSES + own + TERMINATES, in_handler)) == (-signal.SIGTERM, "5\nfinished\n", "")
-    soon = "import keepbusy.instrument.script as script\nscript._PATIENCE = script._PATIENCE_WITH_US = 0.2\n"
+    soon = "import keepbusy.program.script as script\nscript._PATIENCE = script._PATIENCE_WITH_US = 0.2\n"
     assert said(ended(CLOSES + HANGS, in_handler, before=soon)) == (-signal.SIGTERM, "", "")
 
 
@@ -178,7 +178,7 @@ def test_what_the_program_opens_has_the_number_that_it_would_have() -> None:
     assert ended("print(os.open(os.devnull, os.O_RDONLY))\n").stdout == "3\nfinished\n"
 
 
-SOON = "import keepbusy.instrument.script as script\nscript._PATIENCE = 0\n"
+SOON = "import keepbusy.program.script as script\nscript._PATIENCE = 0\n"
 """A signal that has no effect ends the program at once, where it would be after seconds."""
 
 
@@ -222,7 +222,7 @@ def test_an_interrupt_while_all_is_done_shows_no_traceback() -> None:
 def test_a_signal_between_the_program_and_what_is_done_last_waits_for_that(in_handler: bool, call: str) -> None:
     """As torchrun ends a rank just when that ends by itself."""
     before = (
-        "from keepbusy.instrument import script\n"
+        "from keepbusy.program import script\n"
         f"call = script.{call}\n"
         "def late(*given):\n"
         f"    script.{call} = call\n"

@@ -20,7 +20,7 @@ from keepbusy.log.log_file import (
     DriverLog,
     StackFrame,
     device_commands,
-    left_out_of,
+    gaps_of,
     read_log,
 )
 from keepbusy.log.logged_run import read_processes, timeline_in
@@ -195,7 +195,7 @@ def test_what_comes_often_can_be_left_out_for_a_while(logged) -> None:
     assert [*log.rows["value"][log.kinds() == "note"]] == [1, 3]
     captured = log.rows["flags"] == CallFlag.CAPTURED
     assert [*log.kinds()[captured]] == ["launch"]
-    left_out = left_out_of(log, ended=0)
+    left_out = gaps_of(log, ended=0)
     assert (left_out.begins.tolist(), left_out.ends.tolist()) == (
         log.begin[log.kinds() == THINNED].tolist(),
         log.begin[log.kinds() == RESUMED].tolist(),

@@ -21,9 +21,9 @@ MODULES = {str(path.relative_to(SOURCES)): path for path in FILES}
 ROOMS = {
     "timeline": (set(), {"numpy"}),
     "traces": ({"timeline"}, {"numpy", "msgspec", "isal"}),
-    "instrument": ({"timeline"}, {"numpy", "torch"}),
-    "log": ({"timeline", "instrument", "traces.kineto_names"}, {"numpy", "torch"}),
-    "virtual": ({"timeline", "instrument"}, {"numpy", "torch"}),
+    "program": ({"timeline"}, {"numpy", "torch"}),
+    "log": ({"timeline", "program", "traces.kineto_names"}, {"numpy", "torch"}),
+    "virtual": ({"timeline", "program"}, {"numpy", "torch"}),
     "causes": ({"timeline"}, {"numpy"}),
     "fixes": ({"timeline", "causes"}, {"numpy", "libcst"}),
     "explain": ({"timeline", "causes", "fixes"}, {"numpy"}),
@@ -34,7 +34,7 @@ ROOMS = {
     ),
     "fix": (
         {
-            *("instrument", "runtime", "timeline", "causes", "fixes", "explain"),
+            *("program", "runtime", "timeline", "causes", "fixes", "explain"),
             *("report.source", "report.exports", "report.race_words"),
         },
         {"torch", "numpy"},
@@ -44,8 +44,8 @@ ROOMS = {
         {
             *(
                 "timeline",
-                "instrument.processes",
-                "instrument.ENDED",
+                "program.processes",
+                "program.ENDED",
                 "log.program_log",
                 "log.logged_run",
                 "traces.trace_file",
@@ -58,7 +58,7 @@ ROOMS = {
         {
             *(
                 "timeline",
-                "instrument",
+                "program",
                 "traces",
                 "log",
                 "virtual",
@@ -182,11 +182,11 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 702,
-    "timeline": 3315,
+    "timeline": 3308,
     "traces": 2420,
-    "instrument": 3726,
-    "log": 3315,
-    "virtual": 10326,
+    "program": 3473,
+    "log": 3314,
+    "virtual": 10328,
     "causes": 1612,
     "fixes": 4474,
     "explain": 2514,

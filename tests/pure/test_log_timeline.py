@@ -14,9 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keepbusy
-from keepbusy.instrument.loop_counts import CodeObjects
-from keepbusy.instrument.loop_tree import read_source
-from keepbusy.instrument.run_loops import RunLoops
 from keepbusy.log.host_frames import Visits, frames_of
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import KernelTimes
@@ -25,6 +22,8 @@ from keepbusy.log.log_timeline import HostSide, LogTimeline
 from keepbusy.log.profiler_window import CallOperators, OperatorBetweenCalls, Operators
 from keepbusy.log.program_log import BACKWARD_PASS
 from keepbusy.log.rebuild import RebuiltRun, rebuild
+from keepbusy.program.loops.codes import CodeObjects, read_source
+from keepbusy.program.loops.run_loops import LoopEvidence, with_loops
 from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS
 from keepbusy.timeline.model import EVERY_LANE, NONE, PENDING_LIMIT, WORKERS, FrameKind, Kind, LinkKind, Timeline
 from keepbusy.timeline.ranks import merge
@@ -249,7 +248,7 @@ def test_a_batch_that_is_late_is_made_from_when_the_one_before_it_was_taken() ->
             written.call("launch", 1, took=10, stack=1)
     looks = [round(moment * US) for moment in (1_000, 3_000)]  # which part the wait
     name = f"{LOADER_WITH_WORKERS}DataLoaderIter.__next__"
-    host = HostSide(notes=("", name), look_times=looks, look_chains=[(OTHER,), (MAIN,)])
+    host = HostSide(notes=("", name), sample_times=looks, sample_chains=[(OTHER,), (MAIN,)])
     found = told_with(written, host)
     [workers] = [number for number, lane in enumerate(found.lanes) if lane.name == WORKERS]
     assert told(found, workers) == [("WORK", 10, 5_110), ("WORK", 5_110, 5_610)]
@@ -308,7 +307,7 @@ def test_looks_tell_what_the_host_did_between_two_calls_and_of_short_times_all_l
         looks.append(round((written.now + 30) * US) if len(looks) % 2 else round((written.now + 70) * US))
         written.now += 100
     written.call("launch", 1, took=10, stack=1)
-    host = HostSide(look_times=looks, look_chains=[(OTHER,), (MAIN,), (OTHER,), (MAIN,)])
+    host = HostSide(sample_times=looks, sample_chains=[(OTHER,), (MAIN,), (OTHER,), (MAIN,)])
     [first, *_] = [one for one in host_frames(told_with(written, host)) if one[1] == 10]
     assert first == ("train.py(9): <module>", 10, 60)  # half of all looks, and the earlier ones, found it there
     assert ("train.py(12): <module>", 60, 110) in host_frames(told_with(written, host))
@@ -322,7 +321,7 @@ def test_what_only_a_look_has_told_is_no_visit_of_a_line() -> None:
     written.call("launch", 1, took=10, stack=1)
     log = written.log()
     taught = times(log, 2, 50)
-    host = HostSide(look_times=[look], look_chains=[(OTHER,)])
+    host = HostSide(sample_times=[look], sample_chains=[(OTHER,)])
     built = LogTimeline(log, rebuild(log, taught), taught, 0, RunFacts(), host)
     found = built.timeline(np.zeros(0, np.int64))
     names = [found.names[name] for name in found.frames.name]
@@ -423,7 +422,7 @@ def test_what_is_annotated_is_a_part_of_its_loop(tmp_path: Path) -> None:
     host = HostSide(notes=("", "DistributedDataParallel.forward"), codes=CodeObjects(read_source))
     built = LogTimeline(log, rebuild(log, taught), taught, 0, RunFacts(logged=True), host)
     found = built.timeline(np.zeros(0, np.int64))
-    run = RunLoops().told(found, built.source_lines.of_name, 0, exact=built.exact_frames).facts.run
+    run = with_loops(found, LoopEvidence(built.source_lines.of_name, exact=built.exact_frames)).facts.run
     assert run is not None
     [loop] = [part for part in run.parts if part.kind == LOOP]
     assert loop.time == pytest.approx(9 * 30 * US, abs=20 * US)

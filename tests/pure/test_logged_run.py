@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 import keepbusy
 from keepbusy.cli import program
-from keepbusy.instrument import lines
-from keepbusy.instrument.loops import LeftOut
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.log_file import RESUMED, ROW, THINNED, read_log
 from keepbusy.log.logged_run import read_processes, timeline_of_processes
-from keepbusy.log.program_log import FACTS, LOOKS, LogPortions
+from keepbusy.log.program_log import FACTS, SAMPLES, LogPortions
+from keepbusy.program import lines
+from keepbusy.program.loops.log_gaps import LogGaps
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.steps import without_first_steps
 
@@ -119,18 +119,18 @@ MOMENTS = st.lists(st.integers(0, 10**12), max_size=12, unique=True).map(sorted)
 
 @given(MOMENTS, st.lists(st.integers(0, 10**12), min_size=1).map(sorted))
 def test_recorded_time_passes_outside_of_what_was_left_out(moments: list[int], times: list[int]) -> None:
-    left_out = LeftOut(moments[0:-1:2], moments[1::2])
+    gaps = LogGaps(moments[0:-1:2], moments[1::2])
     passed = [
         time - sum(max(0, min(time, end) - begin) for begin, end in zip(moments[0:-1:2], moments[1::2], strict=True))
         for time in times
     ]
-    assert left_out.recorded(np.array(times)).tolist() == passed
-    inside = left_out.holds(np.array(times))
+    assert gaps.recorded(np.array(times)).tolist() == passed
+    inside = gaps.holds(np.array(times))
     assert inside.tolist() == [
         any(begin <= time < end for begin, end in zip(moments[0:-1:2], moments[1::2], strict=True)) for time in times
     ]
     outside = np.array(times)[~inside]
-    assert left_out.real(left_out.recorded(outside)).tolist() == outside.tolist()
+    assert gaps.real(gaps.recorded(outside)).tolist() == outside.tolist()
 
 
 @given(st.integers(1, 100_000), st.floats(0.01, 10.0), st.integers(0, 16 << 20))
@@ -195,11 +195,11 @@ def test_where_the_time_went_is_known_of_what_was_left_out(left: Path, request: 
 
 def test_threads_beside_the_program_are_known_by_their_lines(left: Path) -> None:
     [process] = left.iterdir()
-    with np.load(process / LOOKS) as looks:
+    with np.load(process / SAMPLES) as looks:
         said, columns = json.loads(looks["names"].tobytes()), {name: looks[name] for name in ("times", "chains")}
     [own, *_] = [number for number, (file, _, _) in enumerate(said["codes"]) if file.endswith("pageable_copy.py")]
     said |= {"beside": [[own, 7, 2 * 10**9]], "ran": 3 * 10**9}
-    np.savez(process / LOOKS, names=np.frombuffer(json.dumps(said).encode(), np.uint8), **columns)
+    np.savez(process / SAMPLES, names=np.frombuffer(json.dumps(said).encode(), np.uint8), **columns)
     run = timeline(left).facts.run
     assert run is not None
     assert ([(line.place.rpartition("/")[2], line.time) for line in run.beside], run.ran) == (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from keepbusy.instrument.loop_counts import IS_COUNTED, CodeObjects, LoopCounts, counted
+from keepbusy.program.loops.codes import CodeObjects
+from keepbusy.program.loops.iteration_counts import IS_COUNTED, IterationCounter, IterationCounts
 
 PROGRAM = """
 class Trainer:
@@ -49,32 +49,32 @@ def test_what_has_no_source_has_a_code_object_without_loops(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not IS_COUNTED, reason="Python tells of jumps from 3.12 on")
-def test_all_turns_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
+def test_all_iterations_are_counted_from_the_first_one_on(tmp_path: Path) -> None:
     (path := tmp_path / "program.py").write_text(PROGRAM)
-    moments = iter(range(1_000, 10_000))
-    counts = LoopCounts(lambda: next(moments))
-    counts.begin()
+    moments = iter(range(1_000, 1_000_000))
+    counter = IterationCounter(lambda: next(moments))
+    counter.begin()
     try:
         exec(compile(PROGRAM, str(path), "exec"), {})
     finally:
-        counts.end()
-    counts.save(tmp_path)
-    looks = counted(tmp_path, codes_of(path), origin=1_000)
-    assert looks is not None
-    turns = {
-        looks.codes[code].co_qualname: len(ends)
-        for (code, _), ends in looks.turns.items()
-        if looks.codes[code].co_filename == str(path)
+        counter.end()
+    counter.counts.save(tmp_path)
+    counts = IterationCounts.load(tmp_path, codes_of(path), origin=1_000)
+    assert counts is not None
+    objects = counts.codes.objects
+    iterations = {
+        objects[code].co_qualname: len(ends)
+        for (code, _), ends in counts.ends.items()
+        if objects[code].co_filename == str(path)
     }
-    assert turns == {"Trainer.fit": 5, "fit": 9}
-    assert min(min(ends) for ends in looks.turns.values()) >= 0
+    assert iterations == {"Trainer.fit": 5, "fit": 9}
+    assert min(min(ends) for ends in counts.ends.values()) >= 0
 
 
 @pytest.mark.skipif(IS_COUNTED, reason="before Python 3.12")
-def test_without_counts_nothing_is_left(tmp_path: Path) -> None:
-    counts = LoopCounts(lambda: 0)
-    counts.begin()
-    counts.end()
-    counts.save(tmp_path)
-    assert counted(tmp_path, codes_of(tmp_path), 0) is None
-    assert sys.version_info < (3, 12)
+def test_before_python_3_12_nothing_is_counted(tmp_path: Path) -> None:
+    counter = IterationCounter(lambda: 0)
+    counter.begin()
+    counter.end()
+    assert counter.counted is None
+    assert IterationCounts.load(tmp_path, codes_of(tmp_path), 0) is None

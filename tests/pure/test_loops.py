@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -16,17 +17,10 @@ import pytest
 from warm_python import PATIENCE
 from watched import codes_of, loops_of_jumps, targets
 
-from keepbusy.instrument.loops import (
-    BESIDE_EVERY,
-    DEEPEST,
-    ENTRIES_IN_A_ROW,
-    TURNS_IN_A_ROW,
-    Line,
-    Looks,
-    LoopWatch,
-    TurnCounters,
-)
-from keepbusy.instrument.source_loops import SourceLoops
+from keepbusy.program.loops.codes import Line
+from keepbusy.program.loops.iteration_counts import CALLS_IN_A_ROW, LIMIT, IterationCounter
+from keepbusy.program.loops.source_loops import SourceLoops
+from keepbusy.program.loops.stack_samples import BESIDE_EVERY, DEEPEST, StackSampler, StackSamples
 
 COUNTS = sys.version_info >= (3, 12)
 counting = pytest.mark.skipif(not COUNTS, reason="turns are counted from Python 3.12 on")
@@ -243,33 +237,34 @@ class Clock:
 
 
 class Program:
-    """A program that stands still while it is looked at."""
+    """A program that stands still while it is sampled."""
 
     def __init__(self) -> None:
         self.clock = Clock()
         self.frame: Frame | None = None
-        self.watch = LoopWatch(self.clock, lambda: self.frame)  # type: ignore[arg-type,return-value]
+        self.sampler = StackSampler(self.clock, lambda: self.frame)  # type: ignore[arg-type,return-value]
 
-    def look(self, *frames: Frame, times: int = 1) -> Looks:
+    def sample(self, *frames: Frame, times: int = 1) -> StackSamples:
         """From the outside in."""
         for outer, inner in pairwise(frames):
             inner.f_back = outer
         self.frame = frames[-1] if frames else None
         for _ in range(times):
             self.clock.now += 20
-            self.watch.look()
-        return self.watch.looks
+            self.sampler.sample()
+        return self.sampler.samples
 
-    def chain(self, look: int = -1) -> list[tuple[str, int]]:
-        looks = self.watch.looks
-        return [(looks.codes[one.code].co_name, one.line) for one in looks.known_chains[looks.chains[look]]]
+    def chain(self, sample: int = -1) -> list[tuple[str, int]]:
+        samples = self.sampler.samples
+        lines = samples.known_chains[samples.chains[sample]]
+        return [(samples.codes.objects[line.code].co_name, line.line) for line in lines]
 
 
 @pytest.fixture
 def program() -> Any:
     one = Program()
     yield one
-    one.watch.end()
+    one.sampler.end()
 
 
 def code(name: str, file: str = "/home/user/train.py") -> CodeType:
@@ -280,41 +275,41 @@ def module(file: str = "/home/user/train.py") -> CodeType:
     return codes_of("pass\n", file)["<module>"]
 
 
-def test_a_look_notes_the_lines_from_the_outside_in(program: Program) -> None:
-    looks = program.look(Frame(module(), 9), Frame(code("train"), 4))
+def test_a_sample_notes_the_lines_from_the_outside_in(program: Program) -> None:
+    samples = program.sample(Frame(module(), 9), Frame(code("train"), 4))
     assert program.chain() == [("<module>", 9), ("train", 4)]
-    assert list(looks.times) == [20]
+    assert list(samples.times) == [20]
 
 
 def test_equal_chains_are_kept_once(program: Program) -> None:
     frames = Frame(module(), 9), Frame(code("train"), 4)
-    looks = program.look(*frames, times=3)
+    samples = program.sample(*frames, times=3)
     frames[1].f_lineno = 5
-    program.look(*frames)
-    assert list(looks.chains) == [0, 0, 0, 1]
-    assert looks.known_chains == [(Line(1, 9), Line(0, 4)), (Line(1, 9), Line(0, 5))]
+    program.sample(*frames)
+    assert list(samples.chains) == [0, 0, 0, 1]
+    assert samples.known_chains == [(Line(1, 9), Line(0, 4)), (Line(1, 9), Line(0, 5))]
 
 
 def test_what_calls_the_script_stands_outside(program: Program) -> None:
-    from keepbusy.instrument import script
+    from keepbusy.program import script
 
-    program.look(Frame(code("main"), 1), Frame(code("run_file", script.__file__), 3), Frame(module(), 9))
+    program.sample(Frame(code("main"), 1), Frame(code("run_file", script.__file__), 3), Frame(module(), 9))
     assert program.chain() == [("<module>", 9)]
 
 
 def test_of_what_is_hidden_the_innermost_frame_alone_is_noted(program: Program) -> None:
     """It says what the line calls into."""
     outer, inner = code("_call", "<string>"), code("_lazy_init", "<frozen torch>")
-    program.look(Frame(module(), 9), Frame(outer, 2), Frame(inner, 3))
+    program.sample(Frame(module(), 9), Frame(outer, 2), Frame(inner, 3))
     assert program.chain() == [("<module>", 9), ("_lazy_init", 3)]
 
 
 def test_what_is_imported_is_importing(program: Program) -> None:
     """Whatever a module does meanwhile; the frame says so that asked for it."""
     imports = code("_find_and_load", "<frozen importlib._bootstrap>")
-    program.look(Frame(module(), 1), Frame(imports, 5), Frame(code("build", "/home/user/lib.py"), 7))
+    program.sample(Frame(module(), 1), Frame(imports, 5), Frame(code("build", "/home/user/lib.py"), 7))
     assert program.chain() == [("<module>", 1), ("_find_and_load", 5)]
-    program.look(
+    program.sample(
         Frame(module(), 1),
         Frame(imports, 5),
         Frame(module("/home/user/lib.py"), 2),
@@ -325,64 +320,53 @@ def test_what_is_imported_is_importing(program: Program) -> None:
 
 
 def test_of_a_deep_recursion_the_outer_frames_are_kept(program: Program) -> None:
-    program.look(Frame(module(), 9), *[Frame(code("visit"), 4) for _ in range(200)])
+    program.sample(Frame(module(), 9), *[Frame(code("visit"), 4) for _ in range(200)])
     assert len(program.chain()) == DEEPEST
     assert program.chain()[0] == ("<module>", 9)
 
 
-def test_no_frame_is_a_look_as_well(program: Program) -> None:
+def test_no_frame_is_a_sample_as_well(program: Program) -> None:
     """The thread has ended; its time still counts."""
-    assert list(program.look().times) == [20]
+    assert list(program.sample().times) == [20]
     assert program.chain() == []
 
 
-def test_a_frame_that_stays_is_told_from_one_that_is_called_again(program: Program) -> None:
-    outer, called = Frame(module(), 9), code("step")
-    looks = program.look(outer, Frame(called, 2))
-    kept = [Frame(called, 2) for _ in range(4)]  # all alive, so that none lies where another lay
-    for frame in kept:
-        program.look(outer, frame)
-    number = {one.co_name: index for index, one in enumerate(looks.codes)}
-    assert looks.longest_stay[number["<module>"]] == 5
-    assert looks.longest_stay[number["step"]] == 1
+def test_of_a_long_run_every_other_sample_goes(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepbusy.program.loops.stack_samples.KEPT_SAMPLES", 8)
+    samples = program.sample(Frame(module(), 9), times=9)
+    assert list(samples.times) == [20, 60, 100, 140, 180]
+    assert len(samples.chains) == 5
 
 
-def test_of_a_long_run_every_other_look_goes(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepbusy.instrument.loops.KEPT_LOOKS", 8)
-    looks = program.look(Frame(module(), 9), times=9)
-    assert list(looks.times) == [20, 60, 100, 140, 180]
-    assert len(looks.chains) == 5
-
-
-def test_what_goes_wrong_while_looking_is_kept_and_not_told_there_and_the_next_look_comes() -> None:
+def test_what_goes_wrong_while_sampling_is_kept_and_the_next_sample_comes() -> None:
     asked = list[int]()
 
     def frame() -> Any:
         asked.append(1)
         if len(asked) == 1:
             raise RuntimeError("no frames")
-        watch._let_go()
+        sampler._let_go()
 
-    watch = LoopWatch(Clock(), frame)
-    watch._every = 1
-    watch._look_on()
-    watch.end()
-    assert watch.fault == "RuntimeError: no frames"
-    assert len(watch.looks.times) == 1
+    sampler = StackSampler(Clock(), frame)
+    sampler._every = 1
+    sampler._sample_on()
+    sampler.end()
+    assert sampler.fault == "RuntimeError: no frames"
+    assert len(sampler.samples.times) == 1
 
 
-def test_the_time_by_which_a_look_comes_late_passed_where_it_finds_the_program(program: Program) -> None:
-    """The collector holds the interpreter, and nothing can be looked at meanwhile."""
-    program.look(Frame(module(), 4))
+def test_the_time_by_which_a_sample_comes_late_passed_where_it_finds_the_program(program: Program) -> None:
+    """The collector holds the interpreter, and nothing can be sampled meanwhile."""
+    program.sample(Frame(module(), 4))
     program.frame = Frame(module(), 9)
     program.clock.now += 220
-    program.watch.look(due=program.clock.now - 200)
-    assert list(program.watch.looks.times) == [20, 40]
+    program.sampler.sample(due=program.clock.now - 200)
+    assert list(program.sampler.samples.times) == [20, 40]
     assert [program.chain(0)[-1][1], program.chain(1)[-1][1]] == [4, 9]
 
 
-def test_the_next_look_comes_as_soon_as_it_has_to() -> None:
-    """Else looks become rare, and a window of the profiler would stay open for as long."""
+def test_the_next_sample_comes_as_soon_as_it_has_to() -> None:
+    """Else samples become rare, and a window of the profiler would stay open for as long."""
     waits = list[float]()
 
     class Stop:
@@ -390,11 +374,11 @@ def test_the_next_look_comes_as_soon_as_it_has_to() -> None:
             waits.append(timeout)
             return len(waits) == 4
 
-    watch = LoopWatch(Clock(), lambda: None)
-    watch._every, watch._stop = 10**9, Stop()  # type: ignore[assignment]
+    sampler = StackSampler(Clock(), lambda: None)
+    sampler._every, sampler._stop = 10**9, Stop()  # type: ignore[assignment]
     soon = iter([None, 10**7, None])
-    watch.meanwhile = lambda: next(soon)
-    watch._look_on()
+    sampler.meanwhile = lambda: next(soon)
+    sampler._sample_on()
     assert [round(wait, 1) for wait in waits] == [1.0, 1.0, 0.0, 1.0]
 
 
@@ -402,13 +386,13 @@ class Held:
     """What a weak reference can tell of."""
 
 
-def test_what_the_program_is_done_with_goes_at_once_though_it_was_looked_at() -> None:
+def test_what_the_program_is_done_with_goes_at_once_though_it_was_sampled() -> None:
     """The loader's workers end when their iterator goes, and memory is free; none of that waits for the collector."""
-    watch = LoopWatch()
+    sampler = StackSampler()
 
     def hold() -> weakref.ref[Held]:
         held = Held()
-        looking = threading.Thread(target=watch.look)
+        looking = threading.Thread(target=sampler.sample)
         looking.start()
         looking.join()
         return weakref.ref(held)
@@ -421,9 +405,9 @@ def test_what_the_program_is_done_with_goes_at_once_though_it_was_looked_at() ->
     finally:
         if collects:
             gc.enable()
-    watch.look()
+    sampler.sample()
     assert gc.isenabled() == collects
-    watch.end()
+    sampler.end()
 
 
 # real counting
@@ -439,23 +423,26 @@ def train(batches, each):
 """
 
 
-def counted(text: str, name: str, *arguments: Any) -> tuple[Looks, dict[int, int], TurnCounters]:
-    """The turns of a function's loops, by their first line."""
+def counted(text: str, name: str, *arguments: Any) -> tuple[IterationCounter, dict[int, int], int]:
+    """The iterations of a function's loops, by their first line; and the number of its code."""
     globe: dict[str, Any] = {}
     exec(compile(text, "/home/user/train.py", "exec"), globe)
     code = globe[name].__code__
-    ticks = iter(range(0, 1_000_000, 10))
-    looks = Looks()
-    counters = TurnCounters(looks, lambda: next(ticks))
-    counters.count(looks.meet(code), code)
+    ticks = iter(range(0, 10_000_000, 10))
+    counter = IterationCounter(lambda: next(ticks))
+    counter.begin()
     globe[name](*arguments)
+    globe[name](*arguments)
+    counter.end()
     sources = SourceLoops(lambda file: text)
-    turns: dict[int, int] = {}
-    for (_, target), ends in looks.turns.items():
-        loop = sources.of_jump(code, target)
+    iterations: dict[int, int] = {}
+    number = counter.counts.codes.number(code)
+    for (owner, target), ends in counter.counts.ends.items():
+        loop = sources.of_jump(code, target) if owner == number else None
         if loop is not None:
-            turns[loop.first] = turns.get(loop.first, 0) + len(ends)
-    return looks, turns, counters
+            assert list(ends) == sorted(ends)
+            iterations[loop.first] = iterations.get(loop.first, 0) + len(ends)
+    return counter, iterations, number
 
 
 def nothing(batch: int) -> None:
@@ -463,29 +450,59 @@ def nothing(batch: int) -> None:
 
 
 @counting
-def test_turns_are_counted() -> None:
-    """A `for` jumps back at the end of each turn; a `while` does not at the end of its last one."""
-    looks, turns, counters = counted(TURNING, "train", 7, nothing)
-    counters.end()
-    assert turns == {2: 7, 5: 7 * 4}
-    assert [len(entered) for entered in looks.entries.values()] == [1]
-    for ends in looks.turns.values():
-        assert list(ends) == sorted(ends)
+def test_iterations_are_counted() -> None:
+    """A `for` jumps back at the end of each iteration; a `while` does not at the end of its last one."""
+    counter, iterations, number = counted(TURNING, "train", 7, nothing)
+    assert iterations == {2: 2 * 7, 5: 2 * 7 * 4}
+    assert len(counter.counts.calls[number]) == 1  # the first call is missing
+
+
+@counting
+def test_iterations_of_a_function_that_is_running_are_counted() -> None:
+    text = "def train(begin):\n    for batch in range(7):\n        if batch == 2:\n            begin()\n"
+    globe: dict[str, Any] = {}
+    exec(compile(text, "/home/user/train.py", "exec"), globe)
+    counter = IterationCounter(lambda: 0)
+    globe["train"](counter.begin)
+    counter.end()
+    number = counter.counts.codes.number(globe["train"].__code__)
+    assert [len(ends) for (owner, _), ends in counter.counts.ends.items() if owner == number] == [5]
 
 
 @counting
 def test_nothing_is_counted_once_it_has_ended() -> None:
     monitoring: Any = getattr(sys, "monitoring")  # noqa: B009
     tools = [monitoring.get_tool(number) for number in range(6)]  # the virtual GPU's own may be among them
-    looks, _, counters = counted(TURNING, "train", 7, nothing)
-    counters.end()
-    before = {loop: len(ends) for loop, ends in looks.turns.items()}
-    counters.end()  # and ending twice does no harm
+    counter, _, _ = counted(TURNING, "train", 7, nothing)
+    before = {loop: len(ends) for loop, ends in counter.counts.ends.items()}
+    counter.end()  # and ending twice does no harm
     globe: dict[str, Any] = {}
     exec(compile(TURNING, "/home/user/train.py", "exec"), globe)
     globe["train"](5, nothing)
-    assert {loop: len(ends) for loop, ends in looks.turns.items()} == before
+    assert {loop: len(ends) for loop, ends in counter.counts.ends.items()} == before
     assert [monitoring.get_tool(number) for number in range(6)] == tools
+
+
+AT_EXIT = """
+import atexit, sys
+
+atexit.register(lambda: print([sys.monitoring.get_tool(number) for number in range(6)]))
+import keepbusy.program.loops.iteration_counts
+
+class Kept:
+    def __del__(self):
+        def is_called_first_when_modules_have_gone(): pass
+        is_called_first_when_modules_have_gone()
+
+sys.kept = Kept(), keepbusy.program.loops.iteration_counts  # `sys` is cleared last
+keepbusy.program.loops.iteration_counts.IterationCounter(lambda: 0).begin()
+"""
+
+
+@counting
+def test_nothing_is_counted_while_python_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"{[None] * 6}\n", "")
 
 
 @counting
@@ -495,9 +512,8 @@ def test_where_every_place_for_a_tool_is_taken_nothing_is_counted() -> None:
     for number in mine:
         monitoring.use_tool_id(number, "somebody else")
     try:
-        looks, turns, counters = counted(TURNING, "train", 3, nothing)
-        counters.end()
-        assert (turns, looks.entries) == ({}, {})
+        counter, iterations, _ = counted(TURNING, "train", 3, nothing)
+        assert (iterations, counter.counts.calls, counter.counted) == ({}, {}, None)
     finally:
         for number in mine:
             monitoring.free_tool_id(number)
@@ -505,28 +521,28 @@ def test_where_every_place_for_a_tool_is_taken_nothing_is_counted() -> None:
 
 @counting
 def test_a_loop_that_computes_in_python_is_left_alone() -> None:
-    """By the clock of this test a turn takes ten nanoseconds."""
+    """By the clock of this test an iteration takes ten nanoseconds."""
     text = "def spin(n, each):\n    for i in range(n):\n        each(i)\n"
-    looks, _, counters = counted(text, "spin", 2_000, nothing)
-    counters.end()
-    [ends] = looks.turns.values()
-    assert len(ends) == TURNS_IN_A_ROW
-    assert looks.uncounted == set(looks.turns)
+    counter, iterations, number = counted(text, "spin", 2_000, nothing)
+    assert iterations == {2: LIMIT[1]}
+    assert [owner for owner, _ in counter.counts.incomplete] == [number]
 
 
 @counting
 def test_a_function_that_is_called_again_and_again_is_left_alone() -> None:
-    text = "def each(n):\n    pass\n\ndef run(n):\n    for i in range(n):\n        each(i)\n"
+    text = (
+        "def each(n):\n    for i in range(2):\n        pass\n\ndef run(n):\n    for i in range(n):\n        each(i)\n"
+    )
     globe: dict[str, Any] = {}
     exec(compile(text, "/home/user/train.py", "exec"), globe)
-    looks, ticks = Looks(), iter(range(0, 1_000_000, 10))
-    counters = TurnCounters(looks, lambda: next(ticks))
-    counters.count(looks.meet(globe["each"].__code__), globe["each"].__code__)
+    ticks = iter(range(0, 1_000_000, 10))
+    counter = IterationCounter(lambda: next(ticks))
+    counter.begin()
     globe["run"](300)
-    counters.end()
-    [entered] = looks.entries.values()
-    assert len(entered) == ENTRIES_IN_A_ROW
-    assert looks.fleeting == {0}
+    counter.end()
+    number = counter.counts.codes.number(globe["each"].__code__)
+    assert len(counter.counts.calls[number]) == CALLS_IN_A_ROW
+    assert counter.counts.fleeting == {number}
 
 
 def test_other_threads_count_by_what_the_processors_gave_them() -> None:
@@ -542,19 +558,19 @@ def test_other_threads_count_by_what_the_processors_gave_them() -> None:
     for thread in threads:
         thread.start()
     _thread.start_new_thread(names["foreign"], ())  # type: ignore[arg-type]
-    watch = LoopWatch(Clock())
+    sampler = StackSampler(Clock())
     assert all(names[one].wait(PATIENCE) for one in ("there", "also", "begun"))
-    watch.look()
+    sampler.sample()
     names["begin"].set()
     assert names["once"].wait(PATIENCE)
     for _ in range(BESIDE_EVERY):
-        watch.look()
+        sampler.sample()
     names["ended"].set()
     for thread in threads:
         thread.join()
-    looks = watch.looks
-    watch.end()
-    took = {(looks.codes[line.code].co_name, line.line): time for line, time in looks.beside.items()}
+    samples = sampler.samples
+    sampler.end()
+    took = {(samples.codes.objects[line.code].co_name, line.line): time for line, time in samples.beside.items()}
     assert took.keys() >= {("compute", 3), ("rest", 5)}
     assert not [name for name, _ in took if name == "foreign"]
     assert took["compute", 3] > 10 * took["rest", 5]  # which may still have been on its way to where it waits

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from keepbusy.instrument.loops import LeftOut
 from keepbusy.log.memory_history import HISTORY, columns_of, memory_use
+from keepbusy.program.loops.log_gaps import LogGaps
 
 
 def event(action: str, microseconds: int, size: int, address: int = 0) -> dict[str, int | str]:
@@ -25,7 +25,7 @@ def test_what_was_held_is_counted_back_from_the_end(tmp_path: Path) -> None:
     ]
     columns = columns_of(events, allocated=5_024, reserved=9_000, ahead=1_000_000)
     np.savez(tmp_path / HISTORY, **columns)
-    memory = memory_use(tmp_path, 1_000_000, LeftOut())
+    memory = memory_use(tmp_path, 1_000_000, LogGaps())
     assert memory.time.tolist() == [11_000, 20_000, 30_000]
     assert memory.size.tolist() == [512, -512, 1_024]
     assert memory.allocated.tolist() == [4_512, 4_000, 5_024]
@@ -34,4 +34,4 @@ def test_what_was_held_is_counted_back_from_the_end(tmp_path: Path) -> None:
 
 
 def test_a_run_without_one_holds_nothing(tmp_path: Path) -> None:
-    assert len(memory_use(tmp_path, 0, LeftOut())) == 0
+    assert len(memory_use(tmp_path, 0, LogGaps())) == 0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepbusy.instrument.patches import Patches
+from keepbusy.program.patches import Patches
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.instrument.lines import LIBRARY, USER, Places, kind_of, shown
+from keepbusy.program.lines import LIBRARY, USER, Places, kind_of, shown
 
 SOURCE = "def called(places):\n    return places()\n"
 

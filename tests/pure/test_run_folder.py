@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from keepbusy.cli import program
-from keepbusy.instrument import processes
-from keepbusy.instrument.processes import RunFolder, make_folder
+from keepbusy.program import processes
+from keepbusy.program.processes import RunFolder, make_folder
 from keepbusy.timeline.files import BadInput
 
-MAKE = "from keepbusy.instrument.processes import make_folder; import os; print(make_folder(), flush=True); {}"
+MAKE = "from keepbusy.program.processes import make_folder; import os; print(make_folder(), flush=True); {}"
 
 
 def made(folder: Path, end: str) -> Path:

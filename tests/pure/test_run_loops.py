@@ -6,15 +6,17 @@ import sys
 import traceback
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import numpy as np
 import pytest
 from virtual_programs import clock, operator
 
 from keepbusy.explain import explain
-from keepbusy.instrument.lines import LIBRARY, USER, Places, holds_loop, kind_of
-from keepbusy.instrument.loops import LeftOut
-from keepbusy.instrument.run_loops import RunLoops, UnrecordedTime
+from keepbusy.program.lines import LIBRARY, USER, Places, holds_loop, kind_of
+from keepbusy.program.loops.iteration_counts import VIRTUAL_LIMIT, IterationCounter
+from keepbusy.program.loops.log_gaps import LogGaps
+from keepbusy.program.loops.run_loops import GapSamples, LoopEvidence, with_loops
 from keepbusy.timeline.model import NONE, FrameKind, Timeline
 from keepbusy.timeline.run_facts import IMPORTS, LINE, LOOP, Part
 from keepbusy.timeline.steps import commands_between, whole_steps
@@ -30,8 +32,11 @@ class Program:
         self.file = folder / "train.py"
         self.clock = clock()
         self.stream = self.clock.default_stream()
-        self.loops = RunLoops(self.clock.first_thread.moment)
-        self.places = Places(self.clock.place, self.loops.meet)
+        self.counter = IterationCounter(self.moment, VIRTUAL_LIMIT)
+        self.places = Places(self.clock.place)
+
+    def moment(self) -> int:
+        return self.clock.first_thread.moment()
 
     def op(self, host: int, device: int = 0, wait: bool = False) -> bool:
         place = self.places.here(sys._getframe(1))
@@ -64,16 +69,19 @@ class Program:
 
     def run(self, text: str) -> Part:
         self.file.write_text(text, encoding="utf-8")
+        self.counter.begin()
         try:
             names = {"op": self.op, "backward": self.backward, "step": self.step, "forward": self.forward}
             exec(compile(text, str(self.file), "exec"), names)
         finally:
-            self.loops.end()
+            self.counter.end()
         return self.tree()
 
+    def evidence(self, **known: Any) -> LoopEvidence:
+        return LoopEvidence(self.places.lines, self.clock.first_thread.lane, self.counter.counted, **known)
+
     def told(self, announced: bool = False) -> Timeline:
-        lane = self.clock.first_thread.lane
-        return self.loops.told(self.clock.timeline(), self.places.lines, lane, announced=announced)
+        return with_loops(self.clock.timeline(), self.evidence(is_announced=announced))
 
     def tree(self) -> Part:
         run = self.told().facts.run
@@ -271,12 +279,11 @@ def act(i):
 
 
 @pytest.mark.parametrize("kind", [*UNSEEN, *SEEN])
-def test_turns_are_counted_one_and_all_or_not_at_all(program: Program, kind: str) -> None:
+def test_iterations_are_counted_one_and_all_or_not_at_all(program: Program, kind: str) -> None:
     count, body = (UNSEEN | SEEN)[kind]
     run = program.run(f"{FUNCTIONS}for i in range({count}):\n{body}op(9)\n")
     [loop] = [part for part in run.parts if part.kind == LOOP]
-    is_told = kind in SEEN or (COUNTS and kind == "of one line")  # others begin before they call
-    assert loop.turns == (count if is_told else 0)
+    assert loop.turns == (count if COUNTS or kind in SEEN else 0)
     assert (loop.turn > 0) == (loop.turns > 0)
 
 
@@ -566,8 +573,7 @@ main()
     exact = np.array(
         [": main" not in timeline.names[name] or "(3)" not in timeline.names[name] for name in timeline.frames.name]
     )
-    lane = program.clock.first_thread.lane
-    run = program.loops.told(timeline, program.places.lines, lane, exact=exact).facts.run
+    run = with_loops(timeline, program.evidence(exact=exact)).facts.run
     assert run is not None
     assert loops(run) == {"train.py:2": 100}
     [loop] = [part for part in run.parts if part.kind == LOOP]
@@ -587,11 +593,9 @@ class LongProgram(Program):
         self.left_out_so_far = 0
         self.begins, self.ends = list[int](), list[int]()
         self.times, self.chains = list[int](), list[tuple[tuple[CodeType, int], ...]]()
-        self.loops = RunLoops(self.moment)
-        self.places = Places(self.clock.place, self.loops.meet)
 
     def moment(self) -> int:
-        return self.clock.first_thread.moment() + self.left_out_so_far
+        return super().moment() + self.left_out_so_far
 
     def op(self, host: int, device: int = 0, wait: bool = False, recorded: bool = True) -> bool:
         if recorded:
@@ -609,9 +613,8 @@ class LongProgram(Program):
         return True
 
     def told(self, announced: bool = False) -> Timeline:
-        unrecorded = UnrecordedTime(LeftOut(self.begins, self.ends), np.array(self.times), self.chains)
-        lane = self.clock.first_thread.lane
-        return self.loops.told(self.clock.timeline(), self.places.lines, lane, unrecorded=unrecorded)
+        samples = GapSamples(LogGaps(self.begins, self.ends), np.array(self.times), self.chains)
+        return with_loops(self.clock.timeline(), self.evidence(gap_samples=samples))
 
 
 LONG = """\

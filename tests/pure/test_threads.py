@@ -7,7 +7,7 @@ import threading
 
 from warm_python import PATIENCE
 
-from keepbusy.instrument.processes import UnseenThread, known_thread
+from keepbusy.program.processes import UnseenThread, known_thread
 
 
 def test_it_is_nowhere_among_the_threads_and_can_be_waited_for() -> None:

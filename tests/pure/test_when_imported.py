@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepbusy.instrument.patches import when_imported
+from keepbusy.program.patches import when_imported
 
 
 @pytest.fixture

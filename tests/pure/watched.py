@@ -1,16 +1,21 @@
-"""Runs that were looked at on paper: a program's text, where each look found it, and when its loops turned."""
+"""Runs on paper: a program's text, where it was when, and when iterations of its loops ended."""
 
 from __future__ import annotations
 
 import dis
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 
-from keepbusy.instrument.loops import Line, Looks
-from keepbusy.instrument.source_loops import SourceLoop, SourceLoops
+import numpy as np
+
+from keepbusy.program.loops.codes import Chain, Line, ProgramCodes, read_source
+from keepbusy.program.loops.line_iterations import LoopKey
+from keepbusy.program.loops.run_tree import LoopIterations, LoopTimes, RunTree, Whereabouts
+from keepbusy.program.loops.source_loops import SourceLoop, SourceLoops
+from keepbusy.timeline.model import Ints
+from keepbusy.timeline.run_facts import Part
 
 MS = 1_000_000
 
@@ -40,13 +45,28 @@ def loops_of_jumps(text: str, function: str = "<module>") -> list[SourceLoop | N
     return [sources.of_jump(code, target) for target in targets(code)]
 
 
+STAY = 30 * MS
+
+
+def idle(moments: Ints) -> np.ndarray:
+    """A GPU that does nothing."""
+    return moments * 0.0
+
+
 @dataclass
 class Watched:
-    """`at` says how long the program was where; `turned` when a loop ended its turns. Milliseconds."""
+    """`at` says how long the program was where; `iterated` when iterations of a loop ended. Milliseconds."""
 
-    looks: Looks = field(default_factory=Looks)
+    codes: ProgramCodes = field(default_factory=ProgramCodes)
     numbers: dict[str, int] = field(default_factory=dict)
     now: float = 0
+    starts: list[int] = field(default_factory=list)
+    chains: list[int] = field(default_factory=list)
+    known: list[Chain] = field(default_factory=list)
+    ended: int = 0
+    ends: dict[LoopKey, Ints] = field(default_factory=dict)
+    calls: dict[int, Ints] = field(default_factory=dict)
+    incomplete: set[LoopKey] = field(default_factory=set)
 
     def program(self, path: Path, text: str) -> Watched:
         """A file that is really there, so that its loops can be read."""
@@ -56,32 +76,33 @@ class Watched:
             self.code(f"{path.stem}.{name}" if name != "<module>" else path.stem, code)
         return self
 
-    def code(self, name: str, code: CodeType, longest: int = 1_000) -> Watched:
-        self.numbers[name] = self.looks.meet(code)
-        self.looks.longest_stay[self.numbers[name]] = longest
+    def code(self, name: str, code: CodeType) -> Watched:
+        self.numbers[name] = self.codes.number(code)
+        self.calls[self.numbers[name]] = np.zeros(0, np.int64)
         return self
 
     def at(self, time: float, *chain: tuple[str, int], every: float = 10) -> Watched:
         """From the outside in: the name of each frame's code, and its line."""
         lines = tuple(Line(self.numbers[name], line) for name, line in chain)
-        known = self.looks.known_chains
-        if lines not in known:
-            known.append(lines)
+        if lines not in self.known:
+            self.known.append(lines)
         for _ in range(round(time / every)):
-            self.looks.times.append(round(self.now * MS))
-            self.looks.chains.append(known.index(lines))
+            self.starts.append(round(self.now * MS))
+            self.chains.append(self.known.index(lines))
             self.now += every
-        self.looks.ended = round(self.now * MS)
+        self.ended = round(self.now * MS)
         return self
 
-    def turned(self, name: str, line: int, ends: Sequence[float]) -> Watched:
+    def iterated(self, name: str, line: int, ends: Sequence[float]) -> Watched:
         """The loop that begins at this line."""
-        number = self.numbers[name]
-        code = self.looks.codes[number]
-        sources = SourceLoops(lambda file: Path(file).read_text(encoding="utf-8"))
-        found: Mapping[int, int] = {
-            loop.first: target for target in targets(code) if (loop := sources.of_jump(code, target)) is not None
-        }
-        self.looks.turns[number, found[line]] = array("q", [round(end * MS) for end in ends])
-        self.looks.entries.setdefault(number, array("q"))
+        self.ends[self.numbers[name], line] = np.array([round(end * MS) for end in ends], np.int64)
         return self
+
+    def times(self, busy_until: Callable[[Ints], np.ndarray] = idle) -> LoopTimes:
+        where = Whereabouts(np.array(self.starts, np.int64), np.array(self.chains, np.int64), self.known, self.ended)
+        incomplete = frozenset(self.incomplete)
+        iterations = LoopIterations(self.ends, self.calls, incomplete=incomplete, are_counted=bool(self.ends))
+        return LoopTimes(self.codes, where, iterations, busy_until, SourceLoops(read_source), STAY)
+
+    def tree(self, busy_until: Callable[[Ints], np.ndarray] = idle) -> Part:
+        return RunTree(self.times(busy_until)).root()

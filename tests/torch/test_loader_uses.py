@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from keepbusy.instrument.loader_uses import KEPT_TURNS, Loaders
+from keepbusy.program.loader_uses import KEPT_TURNS, Loaders
 
 MS = 1_000_000
 

@@ -18,7 +18,7 @@ from warm_python import SOURCES, warm
 from keepbusy.log import hostlog, kernel_windows
 from keepbusy.log.kernel_windows import KernelWindows
 from keepbusy.log.log_file import ROW, CallFlag, DriverLog, read_log
-from keepbusy.log.program_log import FACTS, LOOKS
+from keepbusy.log.program_log import FACTS, SAMPLES
 
 pytestmark = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="no C compiler")
 BEGIN = """
@@ -41,7 +41,7 @@ def logged(script: str, folder: Path, fresh: bool = False) -> tuple[dict, Driver
         done = warm().python("script.py", str(left), cwd=folder)
     assert done.returncode == 0, done.stderr
     [process] = left.iterdir()
-    assert (process / LOOKS).exists()
+    assert (process / SAMPLES).exists()
     return json.loads((process / FACTS).read_text()), read_log(process), done.stderr
 
 

@@ -19,7 +19,7 @@ WORK = "import torch\nx = torch.ones(8, device='cuda') * 2\n"
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCES), "PYTHONDONTWRITEBYTECODE": "1"}
 MODELLED = ("--clock", "modelled")
-SWEEP = pytest.mark.sweep(room="instrument")
+SWEEP = pytest.mark.sweep(room="program")
 
 
 def both(
@@ -235,7 +235,7 @@ except RuntimeError:
 def test_the_programs_own_import_of_pytorchs_compiler_succeeds(tmp_path: Path) -> None:
     """It asks for functions of Python's, as what they are."""
     (tmp_path / "train.py").write_text("import torch._dynamo\nprint(torch._dynamo.__name__)\n")
-    source = "import sys\nfrom keepbusy.instrument import script\nscript.run_file('train.py', [])\n"
+    source = "import sys\nfrom keepbusy.program import script\nscript.run_file('train.py', [])\n"
     assert python(tmp_path, "-c", source).stdout == "torch._dynamo\n"
 
 

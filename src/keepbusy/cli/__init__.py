@@ -353,7 +353,7 @@ def add_program(parser: argparse.ArgumentParser, what: str, metavar: str = "SCRI
 
 def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
     """The script, which is there, and its own arguments; `--` may part both from ours."""
-    from keepbusy.instrument.script import find
+    from keepbusy.program.script import find
 
     script, *arguments = options.program[1:] if options.program[0] == "--" else options.program
     if script == "-" and not options.module:

@@ -28,7 +28,7 @@ from keepbusy.cli import (
     program_in,
     whole_number,
 )
-from keepbusy.instrument.processes import make_folder
+from keepbusy.program.processes import make_folder
 from keepbusy.timeline.files import BadInput, write_whole
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from keepbusy.cli import (
     program_in,
     whole_number,
 )
-from keepbusy.instrument.processes import make_folder
+from keepbusy.program.processes import make_folder
 from keepbusy.report import words
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import BadInput, write_whole

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from keepbusy.cli import add_program, complain, hint_at_own_options, need_pytorch, program_in, progress, whole_number
-from keepbusy.instrument.processes import make_folder
+from keepbusy.program.processes import make_folder
 from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.files import BadInput
 from keepbusy.virtual import IMPORTED

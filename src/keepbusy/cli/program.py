@@ -28,10 +28,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from keepbusy.cli import line_of, screen, sentence_of
-from keepbusy.instrument.processes import KeptDescriptor, high_copy, make_folder
-from keepbusy.instrument.script import flush
 from keepbusy.log import hostlog
 from keepbusy.log.log_file import CLOCK
+from keepbusy.program.processes import KeptDescriptor, high_copy, make_folder
+from keepbusy.program.script import flush
 from keepbusy.timeline.files import BadInput, lock, remove_stale, write_whole
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.run_facts import CutShort
@@ -104,7 +104,7 @@ def _is_seen(options: argparse.Namespace) -> bool:
 
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
-    from keepbusy.instrument.script import Ending, cut_short
+    from keepbusy.program.script import Ending, cut_short
 
     log: ProgramLog | None = None
 

@@ -43,9 +43,9 @@ from keepbusy.cli import (
     write_page,
 )
 from keepbusy.fix.source import rewritten_run
-from keepbusy.instrument.lines import set_launcher, shown
-from keepbusy.instrument.processes import follow_with, make_folder
-from keepbusy.instrument.script import flush
+from keepbusy.program.lines import set_launcher, shown
+from keepbusy.program.processes import follow_with, make_folder
+from keepbusy.program.script import flush
 from keepbusy.timeline import last_run
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import ran_nothing
@@ -216,7 +216,7 @@ def _refuse_contradictions(options: argparse.Namespace, real: bool) -> None:
 
 def _program(options: argparse.Namespace) -> int:
     """Where the result is JSON, standard output is the result's alone, also for children and native code."""
-    from keepbusy.instrument import script
+    from keepbusy.program import script
 
     if options.json:
         with suppress(OSError):
@@ -332,8 +332,8 @@ def _plan_of(before: Path, workers: int | None) -> KeptPlan:
 
 
 def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> NoReturn:
-    from keepbusy.instrument.processes import RunFolder
-    from keepbusy.instrument.script import Ending, cut_short
+    from keepbusy.program.processes import RunFolder
+    from keepbusy.program.script import Ending, cut_short
 
     started_in = Path.cwd()
     timeline: Callable[..., Timeline] | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keepbusy.explain.diagnosis import Diagnosis
-from keepbusy.instrument import ENDED
+from keepbusy.program import ENDED
 from keepbusy.report import verdict
 from keepbusy.report.page import render as render_page
 from keepbusy.timeline.files import BadInput, write_whole

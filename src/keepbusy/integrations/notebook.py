@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from keepbusy.instrument.processes import make_folder
+from keepbusy.program.processes import make_folder
 from keepbusy.timeline.files import BadInput
 
 

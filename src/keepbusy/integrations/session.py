@@ -7,8 +7,8 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from keepbusy.instrument.processes import make_folder
 from keepbusy.log.program_log import start
+from keepbusy.program.processes import make_folder
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import Timeline
 

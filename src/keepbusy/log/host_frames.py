@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from keepbusy.instrument.lines import HIDDEN, LIBRARY, OUTSIDE, USER, holds_loop, kind_of, shown
-from keepbusy.instrument.loop_counts import CodeObjects
 from keepbusy.log.log_file import StackFrame
 from keepbusy.log.profiler_window import OperatorBetweenCalls, Operators
 from keepbusy.log.program_log import BACKWARD_PASS
+from keepbusy.program.lines import HIDDEN, LIBRARY, OUTSIDE, USER, holds_loop, kind_of, shown
+from keepbusy.program.loops.codes import CodeObjects
 from keepbusy.timeline.frame_roles import tells_purpose
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask, Table, column
 
@@ -44,9 +44,9 @@ class SourceLines:
 
     def code_lines(self, chain: Sequence[StackFrame]) -> tuple[tuple[CodeType, int], ...]:
         """`chain`: outermost first; kept of it is what is kept of a stack."""
-        return tuple((self._code(frame), frame.line) for frame in reversed([*self._kept(chain[::-1])]))
+        return tuple((self.code(frame), frame.line) for frame in reversed([*self._kept(chain[::-1])]))
 
-    def of_look(self, chain: Sequence[StackFrame]) -> Chain:
+    def of_sample(self, chain: Sequence[StackFrame]) -> Chain:
         """`chain`: outermost first, of the program's lines already."""
         return tuple(map(self._entry, chain))
 
@@ -58,7 +58,7 @@ class SourceLines:
                 break
             if kind == HIDDEN:
                 continue
-            if kind == LIBRARY and holds_loop(self._code(frame)):
+            if kind == LIBRARY and holds_loop(self.code(frame)):
                 kind = USER
             if kind == USER and purpose is not None:
                 yield purpose
@@ -69,11 +69,11 @@ class SourceLines:
             elif tells_purpose(shown(frame.file)):
                 purpose = frame  # the outermost
 
-    def _code(self, frame: StackFrame) -> CodeType:
+    def code(self, frame: StackFrame) -> CodeType:
         return self._codes.of(frame.file, frame.function, frame.line)
 
     def _entry(self, frame: StackFrame) -> Entry:
-        code = self._code(frame)
+        code = self.code(frame)
         written = f"{shown(frame.file)}({frame.line}): {code.co_name}"
         self.of_name[written] = code, frame.line
         return FrameKind.LINE, written
@@ -142,8 +142,8 @@ class Piece(NamedTuple):
     """None: in the lines of the call that comes next."""
 
 
-class LooksBetweenCalls:
-    """What the host did between two calls: where it was for long, the looks within; else all that were between calls
+class SamplesBetweenCalls:
+    """What the host did between two calls: where it was for long, the samples within; else all that were between calls
     from the same lines."""
 
     def __init__(
@@ -153,21 +153,21 @@ class LooksBetweenCalls:
         self._times, self._chains = times, chains
         found = defaultdict[tuple[int, int], list[tuple[float, Chain]]](list)
         gaps = np.searchsorted(begins, times, side="right") - 1
-        for look, gap in enumerate(gaps.tolist()):
-            if gap >= 0 and begins[gap] < times[look] < ends[gap]:
-                share = float((times[look] - begins[gap]) / (ends[gap] - begins[gap]))
-                found[kinds[gap]].append((share, chains[look]))
-        self.of_kind = {kind: self._shares(looks) for kind, looks in found.items()}
+        for sample, gap in enumerate(gaps.tolist()):
+            if gap >= 0 and begins[gap] < times[sample] < ends[gap]:
+                share = float((times[sample] - begins[gap]) / (ends[gap] - begins[gap]))
+                found[kinds[gap]].append((share, chains[sample]))
+        self.of_kind = {kind: self._shares(samples) for kind, samples in found.items()}
 
     @staticmethod
-    def _shares(looks: Sequence[tuple[float, Chain]]) -> list[tuple[float, Chain]]:
+    def _shares(samples: Sequence[tuple[float, Chain]]) -> list[tuple[float, Chain]]:
         """Until which share of the time the program was in each."""
         places = defaultdict[Chain, list[float]](list)
-        for share, chain in looks:
+        for share, chain in samples:
             places[chain].append(share)
         reached, found = 0.0, list[tuple[float, Chain]]()
-        for chain, shares in sorted(places.items(), key=lambda one: sum(one[1]) / len(one[1])):
-            reached += len(shares) / len(looks)
+        for chain, shares in sorted(places.items(), key=lambda item: sum(item[1]) / len(item[1])):
+            reached += len(shares) / len(samples)
             found.append((reached, chain))
         return found
 
@@ -218,11 +218,11 @@ class Visits(Table):
     shared_at_most: Ints = column(np.int64)
     """So many frames may be those of the visit before, the outermost."""
     is_exact: Mask = column(np.bool_)
-    """Whether a call tells of it, else a look."""
+    """Whether a call tells of it, else a sample."""
 
     def kept(self, chains: Sequence[Chain]) -> Ints:
         """How many frames of the visit before go on in each."""
-        lengths = np.array([len(one) for one in chains], np.int64)
+        lengths = np.array([len(chain) for chain in chains], np.int64)
         before = np.concatenate([[NOWHERE], self.chain[:-1]])
         pairs, which = np.unique(before * len(chains) + self.chain, return_inverse=True)
         common = [
@@ -230,9 +230,9 @@ class Visits(Table):
             for first, second in (divmod(p, len(chains)) for p in pairs.tolist())
         ]
         kept = np.minimum(np.array(common, np.int64)[which], np.minimum(self.shared_at_most, lengths[self.chain]))
-        # what a look has opened, a call does not go on with
-        after_look = np.flatnonzero(self.is_exact[1:] & ~self.is_exact[:-1]) + 1
-        for visit in after_look.tolist():
+        # what a sample has opened, a call does not go on with
+        after_sample = np.flatnonzero(self.is_exact[1:] & ~self.is_exact[:-1]) + 1
+        for visit in after_sample.tolist():
             first = visit
             while first and not self.is_exact[first - 1]:
                 first -= 1
@@ -248,7 +248,7 @@ def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], la
     """Frames of a lane, in the order in which they open; whether a call tells of each; and the innermost frame of each
     visit. `names`: their numbers, which new ones join."""
     kept = visits.kept(chains)
-    lengths = np.array([len(one) for one in chains], np.int64)[visits.chain]
+    lengths = np.array([len(chain) for chain in chains], np.int64)[visits.chain]
     depths = range(int(lengths.max(initial=0)))
     changes = [np.flatnonzero(kept <= depth) for depth in depths]
     opens = [rows[lengths[rows] > depth] for depth, rows in enumerate(changes)]
@@ -256,12 +256,12 @@ def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], la
         np.append(rows[1:], len(kept))[lengths[rows] > depth] - 1 for depth, rows in enumerate(changes)
     ]  # the visit with which a frame ends that opens there
     nothing = np.zeros(0, np.int64)
-    visit, until = (np.concatenate([nothing, *one]) for one in (opens, last))
-    depth = np.repeat(np.arange(len(opens)), [len(one) for one in opens])
+    visit, until = (np.concatenate([nothing, *column]) for column in (opens, last))
+    depth = np.repeat(np.arange(len(opens)), [len(rows) for rows in opens])
     order = np.lexsort((depth, visit))
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    firsts = np.concatenate([[0], np.cumsum([len(one) for one in opens])]).astype(np.int64)
+    firsts = np.concatenate([[0], np.cumsum([len(rows) for rows in opens])]).astype(np.int64)
     parent, innermost = np.full(len(order), NONE, np.int64), np.full(len(kept), NONE, np.int64)
     for at in depths:
         rows = place[firsts[at] : firsts[at + 1]]
@@ -269,7 +269,7 @@ def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], la
             parent[rows] = place[firsts[at - 1] + np.searchsorted(opens[at - 1], opens[at], side="right") - 1]
         inside = np.flatnonzero(lengths == at + 1)
         innermost[inside] = rows[np.searchsorted(opens[at], inside, side="right") - 1]
-    offsets = np.concatenate([[0], np.cumsum([len(one) for one in chains])]).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum([len(chain) for chain in chains])]).astype(np.int64)
     entries = [entry for chain in chains for entry in chain]
     kinds = np.array([kind for kind, _ in entries], np.int64)
     numbers = np.array([names.setdefault(name, len(names)) for _, name in entries], np.int64)

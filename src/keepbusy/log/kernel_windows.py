@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.instrument.lines import outwards
-from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.processes import deaf_to_signals, uses_gpu
 from keepbusy.log.log_file import ROW, CallFlag
+from keepbusy.program.lines import outwards
+from keepbusy.program.patches import Function, Patches
+from keepbusy.program.processes import deaf_to_signals, uses_gpu
 
 _WINDOWS, _MOST_HELD_UP = 6, 0.003
 """So many may open in any run; further ones where all have taken at most this share of it until then."""
@@ -120,7 +120,8 @@ class KernelWindows:
         rows = self._new_rows()
         if len(rows):
             self._recent = np.concatenate([self._recent, rows])[-_ROWS_KEPT:]
-        if self._are_known(rows) or not self._may_open(now):
+        may_open = len(self.windows) < _WINDOWS or self.held_up < _MOST_HELD_UP * (now - self._began)
+        if self._are_known(rows) or not may_open:
             if len(rows) >= _FEW:
                 self._unknown_since = 0
                 self._every = min(_RARELY, self._every * 2) if self.windows else _FIRST_CHECK
@@ -236,9 +237,6 @@ class KernelWindows:
         else:
             return False
         return True
-
-    def _may_open(self, now: int) -> bool:
-        return len(self.windows) < _WINDOWS or self.held_up < _MOST_HELD_UP * (now - self._began)
 
     def _are_known(self, rows: np.ndarray) -> bool:
         commands = _commands_in(rows)

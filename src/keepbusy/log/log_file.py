@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from keepbusy.instrument.loops import LeftOut
+from keepbusy.program.loops.log_gaps import LogGaps
 
 CLOCK = "clock"
 """In the folder of a process of another host: nanoseconds by which its clock is behind."""
@@ -101,12 +101,12 @@ class DriverLog:
         return kinds[self.rows["call"]]
 
 
-def left_out_of(log: DriverLog, ended: int) -> LeftOut:
+def gaps_of(log: DriverLog, ended: int) -> LogGaps:
     """`ended`: when the run did; 0 where it is not known, and it is told as far as it was recorded."""
     kinds = log.kinds()
     begins, ends = log.begin[kinds == THINNED].tolist(), log.begin[kinds == RESUMED].tolist()
     ends = [*(end for end in ends if begins and end > begins[0]), *filter(None, [ended])]
-    return LeftOut(begins[: len(ends)], ends[: len(begins)])
+    return LogGaps(begins[: len(ends)], ends[: len(begins)])
 
 
 def read_log(folder: Path) -> DriverLog:

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.instrument.loop_counts import CodeObjects
 from keepbusy.log.host_frames import (
     NOWHERE,
     Chains,
-    LooksBetweenCalls,
     Noted,
+    SamplesBetweenCalls,
     SourceLines,
     Visits,
     frames_of,
@@ -26,6 +25,7 @@ from keepbusy.log.kernel_times import KernelTimes
 from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, collective_of, different_rows
 from keepbusy.log.profiler_window import CallKey, CallOperators, Operators, call_keys
 from keepbusy.log.rebuild import SYNCS, RebuiltRun
+from keepbusy.program.loops.codes import CodeObjects
 from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS, described
 from keepbusy.timeline.model import (
     EVERY_LANE,
@@ -84,9 +84,9 @@ class HostSide:
     notes: Sequence[str] = ("",)
     """By number; number 0 ends what was noted last."""
     operators: CallOperators = field(default_factory=CallOperators)
-    look_times: Sequence[int] = ()
-    look_chains: Sequence[tuple[StackFrame, ...]] = ()
-    """Of each look, where the program was, from the outside in."""
+    sample_times: Sequence[int] = ()
+    sample_chains: Sequence[tuple[StackFrame, ...]] = ()
+    """Where the program was at each sample, from the outside in."""
     codes: CodeObjects = field(default_factory=lambda: CodeObjects(lambda _: ""))
 
 
@@ -153,15 +153,14 @@ class LogTimeline:
         thread, stack = self._log.rows["thread"], self._log.rows["stack"]
         found, counts = np.unique(thread[stack != 0], return_counts=True)
         found = found[np.argsort(-counts, kind="stable")]
-        own = [number for number in found.tolist() if self._is_pythons(np.unique(stack[thread == number]))]
+        begun = [
+            number for number, frames in self._log.stacks.items() if frames and frames[-1].function in _THREADS_BEGIN_IN
+        ]
+        own = [number for number in found.tolist() if np.isin(stack[thread == number], begun).any()]
         lane_of, is_own = np.zeros(256, np.int64), np.zeros(256, bool)
         for place, number in enumerate(own or found[:1].tolist()):
             lane_of[number], is_own[number] = len(self._lanes) + place if place else _HOST_LANE, True
         return lane_of[thread], is_own[thread]
-
-    def _is_pythons(self, stacks: Ints) -> bool:
-        outermost = (self._log.stacks[number][-1:] for number in stacks.tolist() if number in self._log.stacks)
-        return any(frame.function in _THREADS_BEGIN_IN for frames in outermost for frame in frames)
 
     def _number(self, name: str) -> int:
         return self._names.setdefault(name, len(self._names))
@@ -180,7 +179,9 @@ class LogTimeline:
             first = sum(map(len, frames))
             frame = np.append(innermost, NONE)[visit_of_span]
             if lane == _HOST_LANE:
-                taking = np.flatnonzero(self._takes_batch(np.append(visits.chain, NOWHERE)[visit_of_span]))
+                chains = self._chains.known  # which of them stand where the program takes a batch from workers
+                takes = np.array([any(name.startswith(LOADER_WITH_WORKERS) for _, name in chain) for chain in chains])
+                taking = np.flatnonzero(takes[np.append(visits.chain, NOWHERE)[visit_of_span]])
                 loader = _LateBatches.of(spans, taking, workers_lane)
                 spans, frame, row, place = loader.spans, frame[loader.kept], row[loader.kept], place[loader.kept]
                 parts.append(loader.batches)  # before the waits for them, as they release them
@@ -227,11 +228,6 @@ class LogTimeline:
         host = timeline.rows_of(_HOST_LANE)
         marks = np.searchsorted(spans.start[host], begins - origin)
         return settle(timeline.change(marks=np.unique(host[marks[marks < len(host)]])))
-
-    def _takes_batch(self, chains: Ints) -> Mask:
-        """Which of these stand where the program takes a batch from a loader's workers."""
-        takes = [any(name.startswith(LOADER_WITH_WORKERS) for _, name in chain) for chain in self._chains.known]
-        return np.array(takes)[chains]
 
     def _room(self) -> int | None:
         """Of a stream's queue, where launches had to wait for room."""
@@ -342,6 +338,8 @@ class LogTimeline:
         # a copy that the caller waits for is a launch and a wait
         copies = np.flatnonzero(self._is_waited_for[rows[calls]]) + len(gaps) + len(stays)
         launched = np.minimum(ends[copies], starts[copies] + self._times.launch)
+        until = ends.copy()
+        until[copies] = launched
         waited = self._stream_lanes(rows[row[copies]])
         count = len(copies) + len(tail)
         spans = Spans.of(
@@ -350,7 +348,7 @@ class LogTimeline:
             kind=np.concatenate([kind, np.full(len(copies), Kind.SYNC), np.full(len(tail), Kind.WORK)]),
             name=np.concatenate([name, name[copies], np.full(len(tail), work)]),
             start=_whole(np.concatenate([starts, launched, tail])),
-            end=_whole(np.concatenate([_replaced(ends, copies, launched), ends[copies], np.full(len(tail), end)])),
+            end=_whole(np.concatenate([until, ends[copies], np.full(len(tail), end)])),
             awaits=np.concatenate([awaits, waited, np.full(len(tail), NONE)]),
         )
         known = np.flatnonzero(visits.chain != NOWHERE)
@@ -382,25 +380,25 @@ class LogTimeline:
         with_python = np.flatnonzero((log.rows["stack"][rows] != 0) & self._is_own_thread[rows])
         stacks = log.rows["stack"][rows].tolist()
         kinds = [(stacks[before], stacks[after]) for before, after in pairwise(with_python)]
-        times = np.array(self._host.look_times, np.int64) - self._origin
-        known = [self.source_lines.of_look(chain) for chain in self._host.look_chains]
+        times = np.array(self._host.sample_times, np.int64) - self._origin
+        known = [self.source_lines.of_sample(chain) for chain in self._host.sample_chains]
         begins, ends = events.end[with_python][:-1].astype(np.int64), events.begin[with_python][1:].astype(np.int64)
-        looks = LooksBetweenCalls(times, known, begins, ends, kinds)
+        samples = SamplesBetweenCalls(times, known, begins, ends, kinds)
         operators, found = self._host.operators.between, list[_Stay]()
         long = np.flatnonzero(events.begin - events.reached >= _LONG_GAP)
-        seen = looks.count(events.reached[long].astype(np.int64), events.begin[long].astype(np.int64)).tolist()
+        seen = samples.count(events.reached[long].astype(np.int64), events.begin[long].astype(np.int64)).tolist()
         state, states = self._noted(rows)
         before, after = (self._keys[rows[events_of]].tolist() for events_of in (np.maximum(long - 1, 0), long))
         for event, count, key, its in zip(long.tolist(), seen, before, after, strict=True):
             kind = (stacks[event - 1], stacks[event]) if event else (NONE, NONE)
             within = operators.get((CallKey(*key), CallKey(*its)), []) if event else []
-            if count < 2 and not within and kind not in looks.of_kind:
+            if count < 2 and not within and kind not in samples.of_kind:
                 continue
             start, end = float(events.reached[event]), float(events.begin[event])
             noted, usual = states[state[event]], chains.known[events.lines[event]]
             pieces = [
                 piece if piece.chain is None else piece._replace(chain=chains.annotated(piece.chain, noted))
-                for piece in looks.between(start, end, kind)
+                for piece in samples.between(start, end, kind)
             ]
             reached = start
             for place, (piece, shared) in enumerate(with_operators(pieces, within, start, end, usual)):
@@ -537,12 +535,6 @@ def _is_waited_for(log: DriverLog, kinds: np.ndarray[Any, Any]) -> Mask:
     flags = log.rows["flags"]
     inbound = (kinds == "copy_to_gpu") & (flags & _PAGEABLE != 0) & (log.rows["value"] > STAGED_BYTES)
     return inbound | (np.isin(kinds, ("copy_to_host", "copy")) & (flags & (_PAGEABLE | _BLOCKING) != 0))
-
-
-def _replaced(values: Floats, places: Ints, by: Floats) -> Floats:
-    values = values.copy()
-    values[places] = by
-    return values
 
 
 def _whole(times: Floats) -> Ints:

@@ -8,24 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from keepbusy.instrument.lines import TEXTS, set_program
-from keepbusy.instrument.loop_counts import CodeObjects, counted
-from keepbusy.instrument.loop_tree import read_source
-from keepbusy.instrument.loops import LeftOut
-from keepbusy.instrument.run_loops import RunLoops, UnrecordedTime
 from keepbusy.log.joined_ranks import rebuild_ranks
 from keepbusy.log.kernel_times import KernelTimes, shared_by_ranks
-from keepbusy.log.log_file import CLOCK, RESUMED, THINNED, DriverLog, StackFrame, left_out_of, read_log
+from keepbusy.log.log_file import CLOCK, RESUMED, THINNED, DriverLog, StackFrame, gaps_of, read_log
 from keepbusy.log.log_timeline import HostSide, LogTimeline
 from keepbusy.log.memory_history import memory_use
 from keepbusy.log.profiler_window import CallOperators, learn_from_windows
-from keepbusy.log.program_log import FACTS, LOOKS
+from keepbusy.log.program_log import FACTS, SAMPLES
 from keepbusy.log.rebuild import RebuiltRun, RebuiltWait, how_close, rebuild
+from keepbusy.program.lines import TEXTS, set_program
+from keepbusy.program.loops.codes import CodeObjects, read_source
+from keepbusy.program.loops.iteration_counts import IterationCounts
+from keepbusy.program.loops.log_gaps import LogGaps
+from keepbusy.program.loops.run_loops import GapSamples, LoopEvidence, with_loops
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import STEP_MARKS
@@ -58,7 +57,7 @@ class LoggedProcess:
     """In recorded time, as the times of `facts` are."""
     times: KernelTimes
     operators: CallOperators
-    left_out: LeftOut
+    gaps: LogGaps
 
     @property
     def rank(self) -> int:
@@ -68,6 +67,21 @@ class LoggedProcess:
     def clock_behind(self) -> int:
         """Nanoseconds, where it ran on another host."""
         return int((self.folder / CLOCK).read_text()) if (self.folder / CLOCK).exists() else 0
+
+    @property
+    def began(self) -> int:
+        return int(self.facts.get("began", 0)) or int(self.log.begin[0])
+
+    @property
+    def recorded(self) -> int:
+        """Nanoseconds until its last call."""
+        return int((self.log.begin + self.log.took).max()) - self.began
+
+    @property
+    def lasted(self) -> int:
+        """Nanoseconds of the run; of a process that was killed, those that were recorded."""
+        ended = int(self.facts.get("ended", 0))
+        return (ended - self.began if ended else self.recorded) + self.gaps.time
 
     @property
     def has_stopped(self) -> bool:
@@ -95,33 +109,30 @@ def _process(folder: Path) -> LoggedProcess | None:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         facts = {}  # it was killed
-    log = _without_own_thread(read_log(folder), facts.get("own_thread", 0))
+    log = read_log(folder)
+    # the thread that looks on calls the driver, too, through the profiler; it also says where calls are left out
+    own = [line["thread"] for line in log.threads if line["id"] == facts.get("own_thread", 0)]
+    log = log.take(~np.isin(log.rows["thread"], own) | np.isin(log.kinds(), (THINNED, RESUMED)))
     log = log.take((log.begin >= facts.get("began", 0)) & (log.begin <= (facts.get("ended") or math.inf)))
     if not (log.kinds() == "launch").any():
         return None
     TEXTS.update(facts.get("texts", {}))
     if facts.get("program"):
         set_program(facts["program"])
-    left_out = left_out_of(log, facts.get("ended", 0))
-    if len(left_out):
-        log = replace(log, begin=left_out.recorded(log.begin))
-        facts = _in_recorded_time(facts, left_out)
+    gaps = gaps_of(log, facts.get("ended", 0))
+    if len(gaps):
+        log = replace(log, begin=gaps.recorded(log.begin))
+        facts = _in_recorded_time(facts, gaps)
     times, operators = learn_from_windows(log, folder, facts.get("windows", ()))
-    return LoggedProcess(folder, facts, log, times, operators, left_out)
+    return LoggedProcess(folder, facts, log, times, operators, gaps)
 
 
-def _without_own_thread(log: DriverLog, thread: int) -> DriverLog:
-    """The thread that looks on calls the driver, too, through the profiler. It also says where calls are left out."""
-    numbers = [line["thread"] for line in log.threads if line["id"] == thread]
-    return log.take(~np.isin(log.rows["thread"], numbers) | np.isin(log.kinds(), (THINNED, RESUMED)))
-
-
-def _in_recorded_time(facts: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
+def _in_recorded_time(facts: dict[str, Any], gaps: LogGaps) -> dict[str, Any]:
     windows = [
-        window | {name: left_out.recorded_at(window[name]) for name in WINDOW_TIMES if name in window}
+        window | {name: gaps.recorded_at(window[name]) for name in WINDOW_TIMES if name in window}
         for window in facts.get("windows", ())
     ]
-    ended = left_out.recorded_at(facts["ended"]) if facts.get("ended") else 0
+    ended = gaps.recorded_at(facts["ended"]) if facts.get("ended") else 0
     return facts | {"windows": windows, "ended": ended}
 
 
@@ -148,8 +159,11 @@ def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Ti
         tree = whole.facts.run and _without_gpu(whole.facts.run)
         whole = Timeline(whole.lanes[:1], (), Spans.of(0), facts=replace(whole.facts, run=tree))
     notes = _how_it_closes(processes, runs), *_complaints(processes)
-    waits = [wait for each in zip(processes, runs, strict=True) for wait in _waits_for_kernels(*each)]
-    return whole.change_facts(notes=notes, rebuilt_within=_off_by(waits), sources=())
+    of_kernels = list[RebuiltWait]()  # copies differ from one to the next
+    for process, run in zip(processes, runs, strict=True):
+        kinds = process.log.kinds()
+        of_kernels += [wait for wait in run.waits if not kinds[wait.row].startswith("copy")]
+    return whole.change_facts(notes=notes, rebuilt_within=_off_by(of_kernels), sources=())
 
 
 def _without_gpu(part: Part) -> Part:
@@ -160,17 +174,17 @@ def _without_gpu(part: Part) -> Part:
 def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     facts, log = process.facts, process.log
     codes = CodeObjects(read_source)
-    began = int(facts.get("began", 0)) or int(log.begin[0])
-    times, chains = _looks(process.folder)
-    inside = process.left_out.holds(times)
+    began = process.began
+    samples = _Samples.load(process.folder)
+    in_gaps = process.gaps.holds(samples.times)
     ended = int((log.begin + log.took).max()) if process.has_stopped else int(facts.get("ended", 0))
     host = HostSide(
         began=began,
         ended=ended,
         notes=facts.get("notes", ("",)),
         operators=process.operators,
-        look_times=process.left_out.recorded(times[~inside]).tolist(),
-        look_chains=[*compress(chains, ~inside)],
+        sample_times=process.gaps.recorded(samples.times[~in_gaps]).tolist(),
+        sample_chains=[*compress(samples.chains, ~in_gaps)],
         codes=codes,
     )
     cut_short = facts.get("cut_short")
@@ -186,17 +200,21 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     )
     built = LogTimeline(log, run, process.times, process.rank, known, host)
     timeline = built.timeline(np.array(_steps(log, host), np.int64))
-    loops = RunLoops(counted=counted(process.folder, codes, began))
-    loops.of_other_threads(*_other_threads(process.folder, codes))
-    announced = any(name.startswith(STEP_MARKS[:2]) for name in host.notes)
-    unrecorded = None
-    if len(process.left_out):
-        seen = [built.source_lines.code_lines(chain) for chain in compress(chains, inside)]
-        unrecorded = UnrecordedTime(process.left_out - began, times[inside] - began, seen)
-    timeline = loops.told(
-        timeline, built.source_lines.of_name, 0, {}, announced, built.exact_frames, unrecorded=unrecorded
+    lines, gap_samples = built.source_lines, None
+    if len(process.gaps):
+        seen = [lines.code_lines(chain) for chain in compress(samples.chains, in_gaps)]
+        gap_samples = GapSamples(process.gaps - began, samples.times[in_gaps] - began, seen)
+    evidence = LoopEvidence(
+        lines.of_name,
+        counts=IterationCounts.load(process.folder, codes, began),
+        is_announced=any(name.startswith(STEP_MARKS[:2]) for name in host.notes),
+        exact=built.exact_frames,
+        gap_samples=gap_samples,
+        other_threads=[((lines.code(frame), frame.line), time) for frame, time in samples.other_threads],
+        ran=samples.ran,
     )
-    return timeline.change(memory=memory_use(process.folder, began, process.left_out))
+    timeline = with_loops(timeline, evidence)
+    return timeline.change(memory=memory_use(process.folder, began, process.gaps))
 
 
 def _without_windows(timelines: Sequence[Timeline], processes: Sequence[LoggedProcess]) -> list[Timeline]:
@@ -212,10 +230,10 @@ def _without_windows(timelines: Sequence[Timeline], processes: Sequence[LoggedPr
 
 def _slowed(timeline: Timeline, process: LoggedProcess, which: Sequence[tuple[str, str]]) -> set[int]:
     """Iterations of this rank, from a little before such a part of a window to a little after it."""
-    began = int(process.facts.get("began", 0)) or int(process.log.begin[0])
+    began = process.began
     starts = timeline.spans.start[timeline.marks]
     end = began + int(timeline.spans.end.max(initial=0))
-    cuts = process.left_out.recorded(process.left_out.begins).tolist()
+    cuts = process.gaps.recorded(process.gaps.begins).tolist()
     slowed = {*timeline.facts.beside}
     for window in [*process.facts.get("windows", ()), *(dict.fromkeys(WINDOW_TIMES, cut) for cut in cuts)]:
         times = {"closed": end, "closes": window.get("closed", end)} | window  # a killed process has not closed it
@@ -225,27 +243,31 @@ def _slowed(timeline: Timeline, process: LoggedProcess, which: Sequence[tuple[st
     return slowed & {*range(len(starts))}
 
 
-def _looks(folder: Path) -> tuple[Ints, Sequence[tuple[StackFrame, ...]]]:
-    if not (folder / LOOKS).exists():
-        return np.zeros(0, np.int64), ()
-    with np.load(folder / LOOKS) as left:
-        names = json.loads(left["names"].tobytes())
-        times, chains = left["times"], left["chains"].tolist()
-    codes = names["codes"]
-    known = [
-        tuple(StackFrame(codes[code][0], line, codes[code][1]) for code, line in chain) for chain in names["chains"]
-    ]
-    return times, [known[one] for one in chains]
+class _Samples(NamedTuple):
+    """Where the program was between its calls."""
 
+    times: Ints = np.zeros(0, np.int64)
+    chains: Sequence[tuple[StackFrame, ...]] = ()
+    """Of each, from the outside in."""
+    other_threads: Sequence[tuple[StackFrame, int]] = ()
+    """What the processors gave to them, by line."""
+    ran: int = NONE
+    """What they gave to the program's own thread."""
 
-def _other_threads(folder: Path, codes: CodeObjects) -> tuple[list[tuple[CodeType, int, int]], int]:
-    """At which lines they were, with what the processors gave them there, and what they gave to the program's own."""
-    if not (folder / LOOKS).exists():
-        return [], NONE
-    with np.load(folder / LOOKS) as left:
-        said = json.loads(left["names"].tobytes())
-    beside = [(said["codes"][code], line, time) for code, line, time in said.get("beside", ())]
-    return [(codes.of(file, name, line), line, time) for (file, name, _), line, time in beside], said.get("ran", NONE)
+    @classmethod
+    def load(cls, folder: Path) -> _Samples:
+        if not (folder / SAMPLES).exists():
+            return cls()
+        with np.load(folder / SAMPLES) as saved:
+            names, times, chains = json.loads(saved["names"].tobytes()), saved["times"], saved["chains"].tolist()
+
+        def frame(code: int, line: int) -> StackFrame:
+            file, name, _ = names["codes"][code]
+            return StackFrame(file, line, name)
+
+        known = [tuple(frame(*line) for line in chain) for chain in names["chains"]]
+        other_threads = [(frame(code, line), time) for code, line, time in names.get("beside", ())]
+        return cls(times, [known[chain] for chain in chains], other_threads, names.get("ran", NONE))
 
 
 def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:
@@ -266,17 +288,11 @@ def _off_by(waits: Sequence[RebuiltWait]) -> float:
     return float(np.median(errors)) if len(errors) >= _TELLING and share >= 0.5 else 0.0
 
 
-def _waits_for_kernels(process: LoggedProcess, run: RebuiltRun) -> list[RebuiltWait]:
-    """But for copies, which differ from one to the next."""
-    kinds = process.log.kinds()
-    return [wait for wait in run.waits if not kinds[wait.row].startswith("copy")]
-
-
 def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
     calls = sum(int((~np.isin(one.log.kinds(), ("note", THINNED, RESUMED))).sum()) for one in processes)
     errors, apart, _ = how_close([wait for run in runs for wait in run.waits])
     known = float(np.mean([run.known for run in runs]))
-    took = sum(map(_lasted, processes))
+    took = sum(process.lasted for process in processes)
     cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
     if within := _off_by([wait for run in runs for wait in run.waits]):
         closes = f"rebuilt within {100 * within:.1f}% of {len(errors):,} real waits"
@@ -291,27 +307,15 @@ def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun
 def _how_much(processes: Sequence[LoggedProcess], took: int) -> str:
     """Which part of the run was recorded. `took`: the whole of it."""
     if stopped := next((process for process in processes if process.has_stopped), None):
-        return f"the first {duration(_recorded(stopped))} of the run"
-    [left_out, *_] = [process.left_out for process in processes]
-    if not len(left_out):  # else there is no other process
+        return f"the first {duration(stopped.recorded)} of the run"
+    [gaps, *_] = [process.gaps for process in processes]
+    if not len(gaps):  # else there is no other process
         return "all of the run"
     began = int(processes[0].facts["began"])
-    later = int((left_out.ends < began + took).sum())
+    later = int((gaps.ends < began + took).sum())
     stretches = f" and {later} later stretches" if later > 1 else " and a later stretch" if later else ""
-    first = duration(int(left_out.begins[0]) - began)
-    return f"in {duration(took - left_out.time)} of the run's {duration(took)}: its first {first}{stretches}"
-
-
-def _lasted(process: LoggedProcess) -> int:
-    """Nanoseconds of the run; of a process that was killed, those that were recorded."""
-    ended = int(process.facts.get("ended", 0))
-    recorded = ended - int(process.facts.get("began", 0)) if ended else _recorded(process)
-    return recorded + process.left_out.time
-
-
-def _recorded(process: LoggedProcess) -> int:
-    log = process.log
-    return int((log.begin + log.took).max()) - int(process.facts.get("began", log.begin[0]))
+    first = duration(int(gaps.begins[0]) - began)
+    return f"in {duration(took - gaps.time)} of the run's {duration(took)}: its first {first}{stretches}"
 
 
 def _complaints(processes: Sequence[LoggedProcess]) -> list[str]:

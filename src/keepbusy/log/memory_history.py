@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.instrument.loops import LeftOut
+from keepbusy.program.loops.log_gaps import LogGaps
 from keepbusy.timeline.model import MemoryUse
 
 HISTORY = "memory.npz"
@@ -61,13 +61,13 @@ def columns_of(events: Iterable[Mapping[str, Any]], allocated: int, reserved: in
     return {name: values[of_tensors] for name, values in columns.items()}
 
 
-def memory_use(folder: Path, began: int, left_out: LeftOut) -> MemoryUse:
+def memory_use(folder: Path, began: int, gaps: LogGaps) -> MemoryUse:
     """What the process has left, in the time of its timeline."""
     if not (folder / HISTORY).exists():
         return MemoryUse.of(0)
     with np.load(folder / HISTORY) as left:
         columns = dict(left)
-    columns["time"] = left_out.recorded(columns["time"]) - began
+    columns["time"] = gaps.recorded(columns["time"]) - began
     kept = columns["time"] >= 0
     columns = {name: values[kept] for name, values in columns.items()}
     return MemoryUse.of(len(columns["time"]), lane=0, device=0, **columns)

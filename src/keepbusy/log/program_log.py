@@ -21,20 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from keepbusy.instrument import ENDED
-from keepbusy.instrument.lines import TEXTS, program_path
-from keepbusy.instrument.loader_uses import Loaders
-from keepbusy.instrument.loop_counts import IS_COUNTED, LoopCounts
-from keepbusy.instrument.loops import LoopWatch
-from keepbusy.instrument.patches import Function, Patches, called_plainly, left_alone, when_imported
-from keepbusy.instrument.processes import follow, rank_and_world
 from keepbusy.log import hostlog, memory_history
 from keepbusy.log.kernel_windows import OPEN_CHECK, KernelWindows
+from keepbusy.program import ENDED
+from keepbusy.program.lines import TEXTS, program_path
+from keepbusy.program.loader_uses import Loaders
+from keepbusy.program.loops.iteration_counts import IS_COUNTED, IterationCounter
+from keepbusy.program.loops.stack_samples import StackSampler
+from keepbusy.program.patches import Function, Patches, called_plainly, left_alone, when_imported
+from keepbusy.program.processes import follow, rank_and_world
 from keepbusy.timeline.files import write_whole
 from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.run_facts import CutShort, allocator_settings
 
-FACTS, LOOKS = "facts.json", "looks.npz"
+FACTS, SAMPLES = "facts.json", "samples.npz"
 """What a process leaves in its folder beside the log, the profiler's windows and `COUNTS`."""
 BACKWARD_PASS = "backward"
 LEAVES = 0
@@ -55,12 +55,12 @@ class ProgramLog:
         self.folder = folder / str(os.getpid())
         self.folder.mkdir(parents=True)
         self._process = os.getpid()
-        self._loops = LoopWatch()
-        self._counts = LoopCounts(time.perf_counter_ns)
+        self._sampler = StackSampler(meanwhile=self._meanwhile)
+        self._counter = IterationCounter(time.perf_counter_ns)
         self._loaders, self._patches = Loaders(), Patches()
         self._windows = KernelWindows(self.folder)
         self._notes = _Notes(self._windows.open_if_wanted)
-        self._began = self._loops.looks.began
+        self._began = self._sampler.samples.began
         self._faults: list[str] = []
         self.is_going_on = False
         self._write_at = self._began + _WRITES_EVERY
@@ -79,10 +79,9 @@ class ProgramLog:
         os.environ.setdefault(_LETS_GO, "1")  # without it every launch stays slow when the window has closed
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         os.register_at_fork(after_in_child=self._forked)
-        self._counts.begin()
+        self._counter.begin()
         when_imported("torch", self._hook_in)
-        self._loops.meanwhile = self._meanwhile
-        self._loops.begin()
+        self._sampler.begin()
         return ""
 
     def _meanwhile(self) -> int | None:
@@ -130,8 +129,8 @@ class ProgramLog:
         return called_plainly(next_batch)
 
     def _forked(self) -> None:
-        self._loops.forget()
-        self._counts.end()
+        self._sampler.forget()
+        self._counter.end()
         self.is_going_on = False
 
     def end(self, cut_short: CutShort | None = None) -> None:
@@ -141,8 +140,8 @@ class ProgramLog:
         self.is_going_on = False
         stopped = hostlog.stop()
         last = (
-            *(self._loops.end, self._counts.end, self._windows.end, self._notes.end, self._patches.undo),
-            *(self._loaders.end, self._leave_looks, self._leave_memory),
+            *(self._sampler.end, self._counter.end, self._windows.end, self._notes.end, self._patches.undo),
+            *(self._loaders.end, self._leave_samples, self._leave_memory),
         )
         for act in last:
             try:
@@ -151,7 +150,7 @@ class ProgramLog:
                 self._faults.append(f"{type(error).__name__}: {error}")
         self._leave(
             stopped=stopped,
-            ended=self._loops.looks.ended or time.perf_counter_ns(),
+            ended=self._sampler.samples.ended or time.perf_counter_ns(),
             cut_short=cut_short and asdict(cut_short),
             loaders=[asdict(one) for one in self._loaders.used()],
         )
@@ -162,7 +161,7 @@ class ProgramLog:
             "rank": rank,
             "world": world,
             "began": self._began,
-            "faults": [*self._faults, *filter(None, [self._windows.fault, self._loops.fault])],
+            "faults": [*self._faults, *filter(None, [self._windows.fault, self._sampler.fault])],
             "notes": self._notes.names,
             "windows": self._windows.windows,
             "profiled": self._windows.gave_way,
@@ -176,17 +175,23 @@ class ProgramLog:
         }
         write_whole(self.folder / FACTS, json.dumps(facts | more), durable=False)
 
-    def _leave_looks(self) -> None:
-        looks = self._loops.looks
-        codes = [[code.co_filename, code.co_qualname, code.co_firstlineno] for code in looks.codes]
-        chains = [[[line.code, line.line] for line in chain] for chain in looks.known_chains]
-        count = min(len(looks.times), len(looks.chains))
-        beside = [[*line, time] for line, time in looks.beside.items()]
-        said = {"codes": codes, "chains": chains, "beside": beside, "ran": looks.ran}
-        text = np.frombuffer(json.dumps(said).encode(), np.uint8)
-        times, numbers = np.array(looks.times[:count], np.int64), np.array(looks.chains[:count], np.int64)
-        np.savez(self.folder / LOOKS, times=times, chains=numbers, names=text)
-        self._counts.save(self.folder)
+    def _leave_samples(self) -> None:
+        samples = self._sampler.samples
+        count = min(len(samples.times), len(samples.chains))
+        names = {
+            "codes": [[code.co_filename, code.co_qualname, code.co_firstlineno] for code in samples.codes.objects],
+            "chains": samples.known_chains,
+            "beside": [[*line, time] for line, time in samples.beside.items()],
+            "ran": samples.ran,
+        }
+        np.savez(
+            self.folder / SAMPLES,
+            times=np.array(samples.times[:count], np.int64),
+            chains=np.array(samples.chains[:count], np.int64),
+            names=np.frombuffer(json.dumps(names).encode(), np.uint8),
+        )
+        if self._counter.counted is not None:
+            self._counter.counted.save(self.folder)
 
     def _leave_memory(self) -> None:
         if self._notes_memory:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from types import CodeType
 
-from keepbusy.instrument.loop_tree import read_source
+from keepbusy.program.loops.codes import read_source
 from keepbusy.timeline.frame_roles import Owner, owner_of_file, source_line
 from keepbusy.timeline.model import Lane
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace, RacingUse, joined

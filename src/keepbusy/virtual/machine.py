@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from keepbusy.instrument.lines import Places
-from keepbusy.instrument.run_loops import RunLoops
+from keepbusy.program.lines import Places
+from keepbusy.program.loops.iteration_counts import VIRTUAL_LIMIT, IterationCounter
+from keepbusy.program.loops.run_loops import LoopEvidence, with_loops
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import allocator_settings
@@ -90,7 +91,7 @@ class Machine(DeviceTensors):
     """What the program's own process group calls this process; known once it has one."""
     alike = 1
     """So many ranks do the same as this one, which stands for all of them."""
-    loops: RunLoops | None = None
+    iterations = IterationCounter(lambda: 0)
     uncounted: UncountedWork | None = None
     """What a modelled clock leaves out."""
     compiled_eagerly = False
@@ -118,10 +119,10 @@ class Machine(DeviceTensors):
         self.pages = Pages(device.copies.mapped)
         self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)
         self.clock.captures.raises = _accelerator_error
-        if self.loops is not None:
-            self.loops.end()
-        self.loops = RunLoops(self.clock.first_thread.moment)
-        self.places = Places(self.clock.place, self.loops.meet)
+        self.iterations.end()
+        self.iterations = IterationCounter(self.clock.first_thread.moment, VIRTUAL_LIMIT)
+        self.iterations.begin()
+        self.places = Places(self.clock.place)
         self._busy_lines: dict[tuple[int, int], int] = {}  # of the places of two calls, the one in between
         self.recording = None
 
@@ -253,10 +254,11 @@ class Machine(DeviceTensors):
         """The run so far, with its tree of loops where it used a device. `facts` join those that are known here."""
         whole = self.clock.timeline(**{**self.facts(), **facts})
         whole = whole.change(lanes=FoundRaces(self.clock, self.places.lines).named(whole.lanes))
-        if self.loops is None or not whole.on_device.any():
+        if not whole.on_device.any():
             return whole
-        lane, wires = self.clock.first_thread.lane, self.clock.queues.wires
-        return self.loops.told(whole, self.places.lines, lane, wires, self.clock.rows.announced)
+        lines, lane, counted = self.places.lines, self.clock.first_thread.lane, self.iterations.counted
+        evidence = LoopEvidence(lines, lane, counted, self.clock.queues.wires, self.clock.rows.announced)
+        return with_loops(whole, evidence)
 
     def races(self) -> tuple[DataRace, ...]:
         """Uses of memory that nothing orders, so far."""

@@ -11,8 +11,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from keepbusy.instrument.patches import Patches
-from keepbusy.instrument.processes import RunFolder, follow
+from keepbusy.program.patches import Patches
+from keepbusy.program.processes import RunFolder, follow
 from keepbusy.timeline.busy_file import load, save
 from keepbusy.timeline.model import Timeline
 from keepbusy.timeline.ranks import merge

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from keepbusy.fix.gate import BLOCKING_COPY, SYNC, AllowList, several
-from keepbusy.instrument.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
-from keepbusy.instrument.patches import Function, Patches, admit_lazy_parameters, left_alone
+from keepbusy.program.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
+from keepbusy.program.patches import Function, Patches, admit_lazy_parameters, left_alone
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.model import STAGED_BYTES
 

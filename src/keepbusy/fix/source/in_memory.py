@@ -10,8 +10,8 @@ from types import CodeType
 from typing import Any
 
 from keepbusy.fixes.definition import LIFTED
-from keepbusy.instrument import script
-from keepbusy.instrument.patches import Function, Patches
+from keepbusy.program import script
+from keepbusy.program.patches import Function, Patches
 
 _NO_COLUMN = -1
 

@@ -13,7 +13,7 @@ from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.fixes.definition import LIFTED, CapturedLines
 from keepbusy.fixes.source.rewriting import changed_lines, edited, lines_of, moved_lines
-from keepbusy.instrument.lines import USER, kind_of
+from keepbusy.program.lines import USER, kind_of
 
 Sources: TypeAlias = dict[str, str]
 """Of files, by their names in the plan, what is to stand in them."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 from keepbusy.fix.source.in_memory import StandIns
-from keepbusy.instrument.patches import Function, Patches, when_imported
+from keepbusy.program.patches import Function, Patches, when_imported
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keepbusy.fix.source.in_memory import StandIns
-from keepbusy.instrument.patches import Function, Patches, when_imported
+from keepbusy.program.patches import Function, Patches, when_imported
 
 if TYPE_CHECKING:
     from keepbusy.runtime.graph.graphed_step import Graphed

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from threading import get_ident
 
-from keepbusy.instrument.processes import at_end_of_thread, known_thread
+from keepbusy.program.processes import at_end_of_thread, known_thread
 from keepbusy.timeline.model import NONE, WORKERS, FrameKind, Kind, Lane
 from keepbusy.virtual.clock.captures import Captures
 from keepbusy.virtual.clock.host_thread import HostThread

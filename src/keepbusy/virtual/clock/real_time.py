@@ -22,7 +22,7 @@ from time import clock_gettime_ns, perf_counter_ns, pthread_getcpuclockid
 from types import CodeType, FrameType
 from typing import Any
 
-from keepbusy.instrument.lines import (
+from keepbusy.program.lines import (
     LIBRARY,
     PROGRAM_CODE,
     PYTHON,
@@ -34,8 +34,8 @@ from keepbusy.instrument.lines import (
     shown,
     stacks_of,
 )
-from keepbusy.instrument.patches import Function, Patches
-from keepbusy.instrument.processes import UnseenThread, high_copy, processor_times
+from keepbusy.program.patches import Function, Patches
+from keepbusy.program.processes import UnseenThread, high_copy, processor_times
 from keepbusy.virtual.clock.host_thread import HostThread
 
 

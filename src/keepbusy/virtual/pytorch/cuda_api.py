@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
-from keepbusy.instrument.lines import warn_program
+from keepbusy.program.lines import warn_program
 from keepbusy.virtual.clock.captures import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall

@@ -28,10 +28,10 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import _utils, dataloader
 
-from keepbusy.instrument import ENDED
-from keepbusy.instrument.lines import OURS, call_at_program
-from keepbusy.instrument.patches import Patches, admit_scripts, when_imported
-from keepbusy.instrument.processes import KeptDescriptor, kept_pipe
+from keepbusy.program import ENDED
+from keepbusy.program.lines import OURS, call_at_program
+from keepbusy.program.patches import Patches, admit_scripts, when_imported
+from keepbusy.program.processes import KeptDescriptor, kept_pipe
 from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS, OWN_STEP
 from keepbusy.timeline.model import FrameKind
 from keepbusy.virtual.clock.host_thread import BACKWARD_PASS

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keepbusy.instrument.patches import Patches, when_imported
+from keepbusy.program.patches import Patches, when_imported
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import OPERATORS, cuda_api, pinned_uses, randomness, refusal

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from keepbusy.instrument.lines import USER, kind_of, outwards, shown
+from keepbusy.program.lines import USER, kind_of, outwards, shown
 from keepbusy.virtual.accesses import HOST
 from keepbusy.virtual.clock.order import Command
 from keepbusy.virtual.found_races import program_tree

@@ -14,7 +14,7 @@ import torch
 import torch.utils._device
 from torch import Tensor
 
-from keepbusy.instrument.patches import Patches
+from keepbusy.program.patches import Patches
 
 
 class TensorType(type):

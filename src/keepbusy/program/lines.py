@@ -69,9 +69,8 @@ def set_launcher() -> None:
 class Places:
     """Numbers for places, as the clock's `place` gives them."""
 
-    def __init__(self, number: Callable[..., int], meet: Callable[[CodeType], object] | None = None) -> None:
-        """`meet` is told of each code of the chains when a call comes from it for the first time."""
-        self._number, self._tell = number, meet
+    def __init__(self, number: Callable[..., int]) -> None:
+        self._number = number
         self.lines: dict[str, tuple[CodeType, int]] = {}
         """Of each line as it is written: its code, and its number."""
         # by identity, for Python takes the same words in two files for equal; what is kept keeps its identity
@@ -112,8 +111,6 @@ class Places:
         if kind == LIBRARY and holds_loop(code):
             kind = USER  # its line belongs to the chain as the user's own do
         self._kinds[id(code)] = kind
-        if kind == USER and self._tell is not None:
-            self._tell(code)
         return kind
 
     def _remember(self, key: tuple[Any, ...]) -> int:

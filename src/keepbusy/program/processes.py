@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from keepbusy.instrument.patches import Patches
+from keepbusy.program.patches import Patches
 
 # Processes that the program spawns: each becomes what its parent is before it imports the program again.
 
@@ -83,7 +83,7 @@ def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
     script, module = child.get(_SCRIPT), child.get(_MODULE)
     main: dict[str, Any] = {}
     if script is not None and script.endswith(".py"):
-        from keepbusy.instrument.script import COMPILE
+        from keepbusy.program.script import COMPILE
 
         code = COMPILE[-1](Path(script).read_bytes(), script)
         main = runpy._run_module_code(code, None, "__mp_main__", pkg_name="", script_name=script)  # type: ignore[attr-defined]

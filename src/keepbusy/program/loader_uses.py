@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepbusy.instrument.lines import USER, kind_of, program_lines, shown
-from keepbusy.instrument.patches import Function, Patches
+from keepbusy.program.lines import USER, kind_of, program_lines, shown
+from keepbusy.program.patches import Function, Patches
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import LoaderUse
 

@@ -26,7 +26,7 @@ from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, TextIO
 
-from keepbusy.instrument.lines import (
+from keepbusy.program.lines import (
     OURS,
     PROGRAM_CODE,
     TEXTS,
@@ -38,8 +38,8 @@ from keepbusy.instrument.lines import (
     shown,
     stacks_of,
 )
-from keepbusy.instrument.patches import Function, Patches, when_imported
-from keepbusy.instrument.processes import KeptDescriptor, UnseenThread, kept_pipe
+from keepbusy.program.patches import Function, Patches, when_imported
+from keepbusy.program.processes import KeptDescriptor, UnseenThread, kept_pipe
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import CutShort
 
@@ -50,9 +50,7 @@ COMPILE: list[Callable[[bytes, str], CodeType]] = [
 LIFTED = set[CodeType]()
 """Code of statements that were lifted out of a function: they are shown as if they stood there."""
 _FILE = __file__
-_BETWEEN = tuple(
-    f"{OURS}{room}{os.sep}" for room in ("instrument", "recording", "virtual", "fix", f"runtime{os.sep}graph")
-)
+_BETWEEN = tuple(f"{OURS}{room}{os.sep}" for room in ("program", "log", "virtual", "fix", f"runtime{os.sep}graph"))
 """What stands between the program's own frames where it is recorded or fixed, or has a virtual GPU."""
 
 
@@ -354,8 +352,8 @@ def _say(text: str) -> None:
 
 def cut_short(number: int = 0) -> CutShort | None:
     """What ended the program of this process before its end: an exception, or else the signal of this number."""
-    from keepbusy.instrument.loop_tree import read_source  # with numpy, which a program's start need not wait for
-    from keepbusy.instrument.source_loops import SourceLoops
+    from keepbusy.program.loops.codes import read_source  # which a program's start need not wait for
+    from keepbusy.program.loops.source_loops import SourceLoops
 
     error = getattr(sys, "last_value", None)
     if error is not None:

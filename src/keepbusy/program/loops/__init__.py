@@ -1,0 +1,1 @@
+"""The loops of a program: how often they iterate, where the program is, and the tree of its run."""

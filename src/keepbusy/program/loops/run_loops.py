@@ -1,0 +1,264 @@
+"""The loops of a run, from its timeline: the tree of the whole run, and the marks of its steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepbusy.program.loops.codes import Chain, Line, ProgramCodes, read_source
+from keepbusy.program.loops.iteration_counts import IterationCounts
+from keepbusy.program.loops.line_iterations import LineIterations, LoopKey
+from keepbusy.program.loops.log_gaps import LogGaps
+from keepbusy.program.loops.run_tree import BusyUntil, LoopIterations, LoopTimes, RunTree, Whereabouts
+from keepbusy.program.loops.source_loops import SourceLoops
+from keepbusy.program.loops.step_loop import Nest, innermost_loops, loops_beside, marked_loop, with_marks, working_loop
+from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
+from keepbusy.timeline.steps import has_steps
+
+STAY, STAY_SHARE = 60_000_000, 0.05
+"""A function holds loops of the run if it lasts so long each time; of a short run, if it lasts so much of it. What is
+shorter, as a model's loop over its layers, is a part of an iteration."""
+
+CodeLine = tuple[CodeType, int]
+"""A code, and one of its lines."""
+
+
+class GapSamples(NamedTuple):
+    """What is known of stretches that left no calls. Times since the run's first moment."""
+
+    gaps: LogGaps
+    times: Ints
+    """Of samples within them."""
+    chains: Sequence[tuple[CodeLine, ...]]
+    """Where the program was at each, from the outside in."""
+
+
+@dataclass
+class LoopEvidence:
+    """What is known of a run's loops besides its timeline."""
+
+    lines: Mapping[str, CodeLine]
+    """Of the names of frames that are lines."""
+    lane: int = 0
+    """Of the thread that began the run."""
+    counts: IterationCounts | None = None
+    """None where Python counted nothing."""
+    wires: Mapping[int, int] = field(default_factory=dict)
+    """Of rows of collectives, how long they were on the wire."""
+    is_announced: bool = False
+    """The program says itself where its steps end."""
+    exact: Mask | None = None
+    """Frames that tell in which order the program came to its lines, where not all do."""
+    gap_samples: GapSamples | None = None
+    """Then the tree is of the whole run, and all else of what was recorded."""
+    other_threads: Sequence[tuple[CodeLine, int]] = ()
+    """What the processors gave to them, by line."""
+    ran: int = NONE
+    """What they gave to the program's own thread."""
+
+
+def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
+    """A run so far with its tree, its marks at the iterations of the loop that trains, and a few of other loops."""
+    codes = known.counts.codes if known.counts is not None else ProgramCodes()
+    sources, samples = SourceLoops(read_source), known.gap_samples
+
+    def line_of(name: str) -> Line:
+        code, line = known.lines[name]
+        return Line(codes.number(code), line)
+
+    visits = _Visits.of(timeline, known.lane, line_of)
+    recorded = whole = visits.whereabouts(int(timeline.spans.end.max(initial=0)))
+    if samples is not None:
+        whole = _whole_run(recorded, samples, codes)
+    in_order = visits if known.exact is None else _Visits.of(timeline, known.lane, line_of, known.exact)
+    times = np.append(in_order.start[~in_order.passing], in_order.end.max(initial=0))
+    read = LineIterations(times, in_order.chain[~in_order.passing], in_order.known, codes, sources)
+    if known.counts is not None:
+        in_whole_run = _counted(known.counts, whole.known, sources)
+        iterations = in_whole_run if samples is None else in_whole_run.moved(samples.gaps.recorded_alone)
+        # Python counts calls of functions that hold a loop, and no others
+        iterations, in_whole_run = (its.with_calls(read.calls) for its in (iterations, in_whole_run))
+    else:
+        iterations = LoopIterations(read.ends, read.calls, read.unsure())
+        in_whole_run = iterations if samples is None else iterations.moved(samples.gaps.real)
+    busy_until = _busy_until(timeline, known.wires)
+    nests = [_nest(chain, codes, sources, iterations.ends) for chain in recorded.known]
+
+    def times_of(where: Whereabouts, its: LoopIterations, busy: BusyUntil, holders: Iterable[int]) -> LoopTimes:
+        return LoopTimes(codes, where, its, busy, sources, min(STAY, round(STAY_SHARE * where.ended)), holders)
+
+    nest: Nest = ()
+    if not len(timeline.marks):
+        held = {key for loop in innermost_loops(times_of(recorded, iterations, busy_until, ())) for key in loop.nest}
+        nest = working_loop(timeline, visits.of_frame, nests, iterations.ends, held)
+    elif not known.is_announced:
+        nest = marked_loop(timeline, visits.of_frame, nests, iterations.ends)
+    if nest and nest[-1] in iterations.unsure and not has_steps(timeline):
+        nest = ()  # iterations would be missing; where steps end is known otherwise
+    holders = {code for code, _ in (*nest, *loops_beside(nest, nests))}
+    of_recorded = of_whole = times_of(recorded, iterations, busy_until, holders)
+    if samples is not None:
+        busy_in_whole_run = _busy_in_whole_run(whole, busy_until, samples.gaps)
+        of_whole = times_of(whole, in_whole_run, busy_in_whole_run, holders)
+    other_threads = [(Line(codes.number(code), line), time) for (code, line), time in known.other_threads]
+    timeline = timeline.change_facts(run=RunTree(of_whole).root(other_threads, known.ran))
+    loops = innermost_loops(of_recorded) if nest else []
+    trains = next((loop for loop in loops if loop.nest[-1] == nest[-1]), None)
+    return timeline if trains is None else with_marks(timeline, known.lane, trains, loops)
+
+
+def _counted(counts: IterationCounts, known: Sequence[Chain], sources: SourceLoops) -> LoopIterations:
+    """Of the loops that the program was seen in. Copies, for the program may go on."""
+    seen = {line.code for chain in known for line in chain}
+    ends, incomplete = defaultdict[LoopKey, list[Ints]](list), set[LoopKey]()
+    for jump, times in list(counts.ends.items()):
+        loop = sources.of_jump(counts.codes.objects[jump[0]], jump[1]) if jump[0] in seen else None
+        if loop is not None:
+            ends[jump[0], loop.first].append(np.array(times[:], np.int64))
+            incomplete |= {(jump[0], loop.first)} if jump in counts.incomplete else set()
+    return LoopIterations(
+        {loop: np.sort(np.concatenate(times)) for loop, times in ends.items()},
+        {code: np.array(times[:], np.int64) for code, times in list(counts.calls.items()) if code in seen},
+        incomplete=frozenset(incomplete),
+        fleeting=frozenset(counts.fleeting),
+        are_counted=True,
+    )
+
+
+@dataclass(frozen=True)
+class _Visits:
+    """Frames that are lines of the program, in the order in which it came there, on the thread that began the run."""
+
+    start: Ints
+    end: Ints
+    chain: Ints  # of each, where the program is then: which of `known`
+    after: Ints  # the same once it ends
+    passing: Mask  # whether another one within begins at once
+    of_frame: Ints  # of each frame, whatever it is, where the program is: which of `known`; the last place of none
+    known: list[Chain]
+
+    @classmethod
+    def of(cls, timeline: Timeline, lane: int, line_of: Callable[[str], Line], exact: Mask | None = None) -> _Visits:
+        frames = timeline.frames
+        is_line = np.append(frames.kind == FrameKind.LINE, False)  # the last place: of no frame
+        parent = np.append(frames.parent, NONE)
+        around = parent.copy()  # of each frame the line that it is in, whatever stands in between
+        while (up := (around != NONE) & ~is_line[around]).any():
+            around[up] = parent[around[up]]
+        # on the virtual GPU what an annotation holds begins with the program's outermost line again
+        outer = around if timeline.facts.logged else np.where(is_line[parent], parent, NONE)
+        known = list[Chain]([()])
+        chain = np.zeros(len(parent), np.int64)
+        level = is_line & (outer == NONE)
+        while level.any():
+            rows = np.flatnonzero(level)
+            keys = chain[outer[rows]] * len(timeline.names) + frames.name[rows]
+            distinct, place = np.unique(keys, return_inverse=True)
+            chain[rows] = len(known) + place
+            for key in distinct.tolist():
+                before, name = divmod(key, len(timeline.names))
+                known.append((*known[before], line_of(timeline.names[name])))
+            level = is_line & level[outer] & (outer != NONE)
+        of_lane = is_line[:-1] & (frames.lane == lane)
+        rows = np.flatnonzero(of_lane if exact is None else of_lane & exact)
+        inner, starts = rows + 1, np.append(frames.start, NONE)
+        passing = is_line[inner] & (parent[inner] == rows) & (starts[inner] == starts[rows])
+        of_frame = np.where(is_line, chain, chain[around])
+        return cls(frames.start[rows], frames.end[rows], chain[rows], chain[around[rows]], passing, of_frame, known)
+
+    def whereabouts(self, ended: int) -> Whereabouts:
+        """When the program came to another line, and where it was from then on."""
+        lasts = np.flatnonzero(self.end > self.start)
+        times = np.concatenate([self.end[lasts], self.start[lasts]])
+        chains = np.concatenate([self.after[lasts], self.chain[lasts]])
+        begins = np.repeat([False, True], len(lasts))
+        inside = np.concatenate([-lasts, lasts])  # ends first and begins last
+        order = np.lexsort((inside, begins, times))
+        times, chains = times[order], chains[order]
+        kept = np.append(times[1:] != times[:-1], True)[: len(times)]
+        return Whereabouts(times[kept], chains[kept], self.known, ended)
+
+
+def _nest(chain: Chain, codes: ProgramCodes, sources: SourceLoops, ends: Mapping[LoopKey, Ints]) -> Nest:
+    """The loops around these lines, but for those that iterate once in each iteration of the one around them."""
+    found, most = list[LoopKey](), 1
+    for line in chain:
+        for loop in sources.around(codes.objects[line.code], line.line):
+            if (count := len(ends.get((line.code, loop.first), ()))) > most:
+                found.append((line.code, loop.first))
+                most = count + 1
+    return tuple(found)
+
+
+def _whole_run(where: Whereabouts, samples: GapSamples, codes: ProgramCodes) -> Whereabouts:
+    """With what was seen in stretches that were not recorded."""
+    gaps, known = samples.gaps, list(where.known)
+    numbers = {chain: number for number, chain in enumerate(known)}
+    inside = list[int]()
+    for chain in samples.chains:
+        lines = tuple(Line(codes.number(code), line) for code, line in chain)
+        if lines not in numbers:
+            numbers[lines] = len(known)
+            known.append(lines)
+        inside.append(numbers[lines])
+    # once a stretch is over, the program is where it was when it began, as far as is known
+    before = np.searchsorted(where.times, gaps.recorded(gaps.begins), side="right") - 1
+    times = np.concatenate([gaps.real(where.times), samples.times, gaps.ends])
+    chains = np.concatenate([where.chains, np.array(inside, np.int64), where.chains[np.maximum(0, before)]])
+    order = np.argsort(times, kind="stable")
+    return Whereabouts(times[order], chains[order], known, where.ended + gaps.time)
+
+
+def _busy_until(timeline: Timeline, wires: Mapping[int, int]) -> BusyUntil:
+    """How long the GPUs of this process computed until then, in the mean of those that did anything. A copy is no
+    computing, and of a collective only the time on the wire."""
+    spans = timeline.spans
+    device = np.array([NONE if lane.device is None else lane.device for lane in timeline.lanes], np.int64)[spans.lane]
+    rows = np.flatnonzero((device != NONE) & (spans.kind != Kind.COPY))
+    start = spans.start.copy()  # of a collective the wait for other ranks comes first
+    start[list(wires)] = spans.end[list(wires)] - list(wires.values())
+    of_devices = [rows[device[rows] == number] for number in np.unique(device[rows])]
+    curves = [_work_curve(start[of_device], spans.end[of_device]) for of_device in of_devices]
+
+    def busy_until(moments: Ints) -> NDArray[np.float64]:
+        nothing = np.zeros(len(moments))
+        return sum((np.interp(moments, *curve) for curve in curves), nothing) / max(1, len(curves))
+
+    return busy_until
+
+
+def _work_curve(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Moments at which work begins or ends, and how much was done until then."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    begins = np.flatnonzero(np.append(True, start[1:] > end[:-1]))
+    begun, ended = start[begins], end[np.append(begins[1:] - 1, len(end) - 1)]
+    done = np.cumsum(ended - begun)
+    return np.stack([begun, ended], axis=1).ravel(), np.stack([done - (ended - begun), done], axis=1).ravel()
+
+
+def _busy_in_whole_run(where: Whereabouts, recorded: BusyUntil, gaps: LogGaps) -> BusyUntil:
+    """In what was left out, at each line the GPU was as busy as it was there, or around it, while it was recorded."""
+    times = np.append(where.times, where.ended)
+    inside = gaps.holds(times[:-1])
+    durations, count = np.diff(times), len(where.known)
+    passed = np.bincount(where.chains, durations * ~inside, count)
+    worked = np.bincount(where.chains, np.diff(recorded(gaps.recorded(times))) * ~inside, count)
+    of_lines = defaultdict[Chain, NDArray[np.float64]](lambda: np.zeros(2))  # time and work, also of lines around
+    for lines, *of_chain in zip(where.known, passed, worked, strict=True):
+        for depth in range(len(lines) + 1):
+            of_lines[lines[:depth]] += of_chain
+
+    def share(lines: Chain) -> float:
+        known = (of_lines[lines[:depth]] for depth in range(len(lines), -1, -1))
+        return float(next((work / time for time, work in known if time), 0.0))
+
+    shares = np.array([share(lines) for lines in where.known])
+    done = np.append(0, np.cumsum(durations * inside * shares[where.chains]))
+    return lambda moments: recorded(gaps.recorded(moments)) + np.interp(moments, times, done)
