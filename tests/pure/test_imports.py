@@ -191,7 +191,7 @@ LINES = {
     "fixes": 4474,
     "explain": 2514,
     "report": 3443,
-    "runtime": 7103,
+    "runtime": 7102,
     "cli": 3996,
     "fix": 1420,
 }

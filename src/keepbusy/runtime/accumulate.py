@@ -98,8 +98,8 @@ class Deferral:
 
     def __init__(self, model: torch.nn.Module, keep_sharded: bool) -> None:
         self._model = model
-        self._parts: list[_NoSyncWrapper | _ShardedModules] = [_NoSyncWrapper(one) for one in _wrappers(model)]
-        if shards := [one for one in model.modules() if hasattr(one, "set_requires_all_reduce")]:
+        self._parts: list[_NoSyncWrapper | _ShardedModules] = [_NoSyncWrapper(wrapper) for wrapper in _wrappers(model)]
+        if shards := [module for module in model.modules() if hasattr(module, "set_requires_all_reduce")]:
             self._parts.append(_ShardedModules(shards, keep_sharded))
         elif keep_sharded:
             raise ValueError("accumulate got keep_sharded=True for a model without HSDP; leave it out")
@@ -115,7 +115,7 @@ class Deferral:
             self._exits.callback(hook.remove)
         for part in self._parts:
             self._exits.enter_context(part)
-        self._trained = {id(one) for one in self._model.parameters() if one.requires_grad}
+        self._trained = {id(weight) for weight in self._model.parameters() if weight.requires_grad}
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -144,8 +144,8 @@ class Deferral:
             )
 
     def _before_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        stepped = [one for group in optimizer.param_groups for one in group["params"]]
-        if not any(id(one) in self._trained for one in stepped):
+        stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not any(id(weight) in self._trained for weight in stepped):
             self._check_optimizer_of_others(optimizer, stepped)
         elif not self._last:
             raise NotDeferred(
@@ -157,8 +157,8 @@ class Deferral:
 
     def _check_optimizer_of_others(self, optimizer: Optimizer, stepped: list[torch.Tensor]) -> None:
         """An optimizer of another model has gradients of its own."""
-        waiting = any(one.grad is not None for one in self._model.parameters())
-        if waiting and self._last and all(one.grad is None for one in stepped):
+        waiting = any(weight.grad is not None for weight in self._model.parameters())
+        if waiting and self._last and all(weight.grad is None for weight in stepped):
             raise NotDeferred(
                 f"{type(optimizer).__name__} steps {len(stepped)} parameters, none of which has a gradient or belongs "
                 "to the model; it was made before the model was wrapped: make it afterwards"
@@ -217,7 +217,8 @@ class _ShardedModules:
     def __init__(self, modules: list[Any], keep_sharded: bool) -> None:
         self._modules, self._keep_sharded = modules, keep_sharded
         self._last, self._reduced = True, 0
-        if keep_sharded and not any(map(_is_replicated, self._parameters())):
+        placements = [placement for weight in self._parameters() for placement in getattr(weight, "placements", ())]
+        if keep_sharded and not any(placement.is_replicate() for placement in placements):
             raise ValueError("accumulate got keep_sharded=True for a model on one mesh dimension; it is for HSDP")
 
     def __enter__(self) -> Self:
@@ -257,7 +258,7 @@ class _ShardedModules:
             )
 
     def _parameters(self) -> Iterable[torch.Tensor]:
-        return {one for module in self._modules for one in module.parameters() if one.requires_grad}
+        return {weight for module in self._modules for weight in module.parameters() if weight.requires_grad}
 
 
 def _wrappers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -272,10 +273,6 @@ def _wrappers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 def _never_ran(module: Any) -> bool:
     """DDP of a static graph learns it from its very first backward pass, which has to send; it may do so twice."""
     return getattr(module, "static_graph", False) and not module._static_graph_delay_allreduce_enqueued
-
-
-def _is_replicated(parameter: torch.Tensor) -> bool:
-    return any(one.is_replicate() for one in getattr(parameter, "placements", ()))
 
 
 def _stays_whole(module: Any) -> bool:

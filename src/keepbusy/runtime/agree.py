@@ -115,9 +115,9 @@ class _Answer:
 class _HostGather:
     """A value of each rank, from host to host."""
 
-    def __init__(self, mine: Tensor, ranks: _Ranks) -> None:
-        self._all = mine.new_empty((dist.get_world_size(), *mine.shape))
-        self._work = dist.all_gather(list(self._all.unbind()), mine.contiguous(), ranks.group, async_op=True)
+    def __init__(self, own: Tensor, ranks: _Ranks) -> None:
+        self._all = own.new_empty((dist.get_world_size(), *own.shape))
+        self._work = dist.all_gather(list(self._all.unbind()), own.contiguous(), ranks.group, async_op=True)
 
     @property
     def ready(self) -> bool:
@@ -134,12 +134,12 @@ class _HostGather:
 def _gather_on_device(value: Tensor) -> Reading:
     """On a stream of its own from the collective on: the compute goes on."""
     refuse_capture("gather_later()", "call it after the replay")
-    side, mine = readback_stream(value.device), value.clone(memory_format=torch.contiguous_format)
+    side, own = readback_stream(value.device), value.clone(memory_format=torch.contiguous_format)
     side.wait_stream(torch.cuda.current_stream(value.device))
-    mine.record_stream(side)  # it is freed before the collective has read it
+    own.record_stream(side)  # it is freed before the collective has read it
     with torch.cuda.stream(side):
-        every = mine.new_empty((dist.get_world_size(), *mine.shape))
-        dist.all_gather(list(every.unbind()), mine, async_op=True).wait()
+        every = own.new_empty((dist.get_world_size(), *own.shape))
+        dist.all_gather(list(every.unbind()), own, async_op=True).wait()
         return Reading(send([every]))
 
 

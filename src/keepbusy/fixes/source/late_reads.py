@@ -14,18 +14,13 @@ that any of its functions mentions; a list that was not made here, or that goes 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Set
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import libcst as cst
-from libcst.metadata import (
-    ExpressionContext,
-    ExpressionContextProvider,
-    MetadataWrapper,
-    ParentNodeProvider,
-    PositionProvider,
-)
+from libcst.metadata import ExpressionContext, ExpressionContextProvider, MetadataWrapper, PositionProvider
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
@@ -39,20 +34,13 @@ _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.Mod, ast.FloorD
 _COMPARING = {"eq", "ne", "gt", "ge", "lt", "le", "isin", "isclose"}
 
 
-# Which lines read what nobody looks at yet
-
-
-def late_lines(tree: ast.Module) -> list[int]:
-    scopes: list[ast.Module | ast.FunctionDef] = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)]
-    declared = {name for one in ast.walk(tree) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
-    return sorted(line for scope in (tree, *scopes) for line in _Scope(scope, declared).late_lines())
-
-
-class _LateStatement(NamedTuple):
+class _LateRead(NamedTuple):
     """A statement that can be put off, and the name that it is about."""
 
-    statement: ast.stmt
+    statement: ast.AugAssign | ast.Assign | ast.Expr
     name: str
+    number: str
+    """What the name is to be afterwards: `float`, or `int` of what is only counted."""
     into_list: bool = False
 
 
@@ -64,46 +52,58 @@ class _Scope:
         self.node, self._declared = scope, declared
         self.own = list(_own_nodes(scope))
 
-    def late_lines(self) -> list[int]:
+    def late_reads(self) -> list[_LateRead]:
+        """What reads values that nobody looks at yet."""
         if not any(map(_is_read, self.own)):  # most of a large source reads nothing
             return []
-        if any(isinstance(one, ast.Name) and one.id in _LOOKING for one in self.own):
+        if any(isinstance(node, ast.Name) and node.id in _LOOKING for node in self.own):
             return []
         self._parents = {id(child): node for node in ast.walk(self.node) for child in ast.iter_child_nodes(node)}
-        by_name: dict[str, list[_LateStatement]] = {}
+        by_name: dict[str, list[_LateRead]] = {}
         for statement in _statements_in_loops(self.node):
-            late = _late_statement(statement)
+            late = _late_read(statement)
             if late is not None:
                 by_name.setdefault(late.name, []).append(late)
         shared = self._shared_names()
-        chosen = (found for name, found in by_name.items() if name not in shared and self._may_wait(name, found))
-        return [late.statement.lineno for found in chosen for late in found]
+        return [
+            late
+            for name, found in by_name.items()
+            if name not in shared and self._may_wait(name, found)
+            for late in found
+        ]
+
+    def loop_around(self, node: ast.AST) -> ast.For | ast.While | ast.AsyncFor:
+        """The innermost one."""
+        while not isinstance(node := self._parents[id(node)], _LOOPS):
+            pass
+        return node
 
     def _shared_names(self) -> set[str]:
         """What code outside of this scope's own can see."""
-        inner = [one for one in ast.walk(self.node) if isinstance(one, _SCOPES) and one is not self.node]
-        return {name for one in inner for name in _used_in(one)} | self._declared
+        inner = [node for node in ast.walk(self.node) if isinstance(node, _SCOPES) and node is not self.node]
+        return {name for scope in inner for name in _used_in(scope)} | self._declared
 
-    def _may_wait(self, name: str, found: list[_LateStatement]) -> bool:
-        if any(self._is_looked_at_each_time(name, one.statement) or self._is_tried(one.statement) for one in found):
-            return False
-        stored = [
-            one for one in self.own if isinstance(one, ast.Name) and one.id == name and one not in _targets(found)
-        ]
-        stored = [one for one in stored if not isinstance(one.ctx, ast.Load)]
-        is_float = bool(stored) and all(type(_constant(self._assigned(one))) is float for one in stored)
-        sums = all(isinstance(one.statement, ast.AugAssign) for one in found)
-        if not (is_float and sums) and not all(self._is_of_known_type(one.statement) for one in found):
+    def _may_wait(self, name: str, found: list[_LateRead]) -> bool:
+        statements = [late.statement for late in found]
+        for statement in statements:
+            # else the wait would come anyway, a moment later; or its loop may be left by an error that is caught here
+            if _looks(self.loop_around(statement), name, statement) or self._is_tried(statement):
+                return False
+        targets = _targets(statements)
+        stored = [node for node in self.own if isinstance(node, ast.Name) and node.id == name and node not in targets]
+        stored = [node for node in stored if not isinstance(node.ctx, ast.Load)]
+        begins_as_float = bool(stored) and all(type(_constant(self._assigned(node))) is float for node in stored)
+        is_float = begins_as_float and all(isinstance(statement, ast.AugAssign) for statement in statements)
+        if not is_float and not all(map(self._is_of_known_type, statements)):
             return False  # a whole number is to be one afterwards, too
-        if any(one.into_list for one in found):
-            return self._is_private_list(name, found)
-        ends = max(self._outermost_loop(one.statement).end_lineno or 0 for one in found)
-        numbers = (type(_constant(self._assigned(one))) in (int, float) for one in stored if one.lineno <= ends)
-        return all(numbers) and not self._is_asked_elsewhere(name, found)
+        ends = max(self._outermost_loop(statement).end_lineno or 0 for statement in statements)
+        if any(late.into_list for late in found):
+            return self._is_private_list(name, ends)
+        before = [node for node in stored if node.lineno <= ends]
+        begin_as_numbers = all(type(_constant(self._assigned(node))) in (int, float) for node in before)
+        return begin_as_numbers and not self._is_asked_elsewhere(name, statements)
 
-    def _is_tried(self, statement: ast.stmt) -> bool:
-        """Whether its loop may be left by an error that is caught here."""
-        node: ast.AST = statement
+    def _is_tried(self, node: ast.AST) -> bool:
         while node is not self.node:
             node = self._parents[id(node)]
             if isinstance(node, ast.Try):
@@ -112,42 +112,28 @@ class _Scope:
 
     def _is_of_known_type(self, statement: ast.stmt) -> bool:
         """Whether what it reads is a loss that goes back, or how often something is so."""
-        called = [one.func for one in self.own if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
-        losses = {one.value.id for one in called if one.attr == "backward" and isinstance(one.value, ast.Name)}
+        calls = [node.func for node in self.own if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        losses = {func.value.id for func in calls if func.attr == "backward" and isinstance(func.value, ast.Name)}
         for read in filter(_is_read, ast.walk(statement)):
             match read:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id=name))) if name in losses:
                     continue
-                case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Attribute(value=of, attr="sum"), args=[]))):
-                    compares = isinstance(of, ast.Call) and getattr(of.func, "attr", "") in _COMPARING
-                    if compares or isinstance(of, ast.Compare):
-                        continue
-            return False
+            if not _is_count(read):
+                return False
         return True
 
-    def _is_asked_elsewhere(self, name: str, found: list[_LateStatement]) -> bool:
+    def _is_asked_elsewhere(self, name: str, statements: Sequence[ast.stmt]) -> bool:
         """In front of its loop, where another loop comes to again, or as `f"{name=}"`."""
-        for late in found:
-            outer, inner = self._outermost_loop(late.statement), self._parents[id(late.statement)]
-            while not isinstance(inner, _LOOPS):
-                inner = self._parents[id(inner)]
-            asked = (one.lineno for one in _names(outer, name) if isinstance(one.ctx, ast.Load))
-            if any(line < inner.lineno for line in asked):
+        for statement in statements:
+            first = self.loop_around(statement).lineno
+            asked = [node for node in ast.walk(self._outermost_loop(statement)) if isinstance(node, ast.Name)]
+            if any(node.id == name and isinstance(node.ctx, ast.Load) and node.lineno < first for node in asked):
                 return True
-        texts = [one.values for one in self.own if isinstance(one, ast.JoinedStr)]
-        spelled = (one.value for parts in texts for one in parts if isinstance(one, ast.Constant))
-        return any(str(one).endswith(f"{name}=") for one in spelled)
+        texts = [part for node in self.own if isinstance(node, ast.JoinedStr) for part in node.values]
+        return any(isinstance(part, ast.Constant) and str(part.value).endswith(f"{name}=") for part in texts)
 
-    def _is_looked_at_each_time(self, name: str, statement: ast.stmt) -> bool:
-        """Then the wait would come anyway, a moment later."""
-        loop = self._parents[id(statement)]
-        while not isinstance(loop, _LOOPS):
-            loop = self._parents[id(loop)]
-        return _looks(loop, name, statement)
-
-    def _is_private_list(self, name: str, found: list[_LateStatement]) -> bool:
+    def _is_private_list(self, name: str, filled: int) -> bool:
         """Made here, of numbers at most, and handed to nobody before the loops that fill it have ended."""
-        filled = max(self._outermost_loop(one.statement).end_lineno or 0 for one in found)
         made = False
         for node in self.own:
             if not isinstance(node, ast.Name) or node.id != name:
@@ -200,28 +186,35 @@ class _Scope:
         return None
 
 
-def _targets(found: list[_LateStatement]) -> list[ast.expr]:
+def _targets(statements: Sequence[ast.stmt]) -> list[ast.expr]:
     """The names that these statements store."""
-    statements = [one.statement for one in found]
-    targets = [one.target for one in statements if isinstance(one, ast.AugAssign)]
-    return targets + [target for one in statements if isinstance(one, ast.Assign) for target in one.targets]
+    found: list[ast.expr] = []
+    for statement in statements:
+        if isinstance(statement, ast.AugAssign):
+            found.append(statement.target)
+        elif isinstance(statement, ast.Assign):
+            found += statement.targets
+    return found
 
 
 def _constant(value: ast.AST | None) -> Any:
     return value.value if isinstance(value, ast.Constant) else None
 
 
-def _late_statement(statement: ast.stmt) -> _LateStatement | None:
+def _late_read(statement: ast.stmt) -> _LateRead | None:
     match statement:
-        case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if _reads(value) and _computes(value):
-            return _LateStatement(statement, name)
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if _is_read(value) and _computes(value):
-            return _LateStatement(statement, name)
+        case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value):
+            reads, into_list = _reads(value), False
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            reads, into_list = _is_read(value), False
         case ast.Expr(
             value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value], keywords=[])
-        ) if _is_read(value) and _computes(value):
-            return _LateStatement(statement, name, into_list=True)
-    return None
+        ):
+            reads, into_list = _is_read(value), True
+        case _:
+            return None
+    number = "int" if _is_count(value) else "float"
+    return _LateRead(statement, name, number, into_list) if reads and _computes(value) else None
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
@@ -244,7 +237,7 @@ def _used_in(scope: ast.AST) -> set[str]:
         }
     given: ast.arguments = scope.args  # type: ignore[attr-defined]
     outside = [given, *getattr(scope, "decorator_list", ())]
-    used -= {one.arg for one in ast.walk(given) if isinstance(one, ast.arg)}
+    used -= {node.arg for node in ast.walk(given) if isinstance(node, ast.arg)}
     return used | {node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)}
 
 
@@ -268,14 +261,10 @@ def _looks(node: ast.AST, name: str, late: ast.stmt) -> bool:
     return any(_looks(child, name, late) for child in ast.iter_child_nodes(node))
 
 
-def _names(node: ast.AST, name: str) -> Iterator[ast.Name]:
-    return (one for one in ast.walk(node) if isinstance(one, ast.Name) and one.id == name)
-
-
 def _is_list_of_numbers(value: ast.AST | None) -> bool:
     match value:
         case ast.List(elts=parts):
-            return all(isinstance(one, ast.Constant) for one in parts)
+            return all(isinstance(part, ast.Constant) for part in parts)
         case ast.Call(func=ast.Name(id="list"), args=[], keywords=[]):
             return True
         case ast.BinOp(left=ast.List() as numbers, op=ast.Mult()):
@@ -290,6 +279,17 @@ def _is_read(node: ast.AST) -> bool:
     return False
 
 
+def _is_count(value: ast.AST) -> bool:
+    """Whether it is how often something is so: `(a == b).sum().item()`. That is a whole number."""
+    match value:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Call(func=ast.Attribute(value=of, attr="sum"), args=[]), attr="item"), args=[]
+        ):
+            compares = isinstance(of, ast.Call) and getattr(of.func, "attr", "") in _COMPARING
+            return compares or isinstance(of, ast.Compare)
+    return False
+
+
 def _reads(value: ast.AST) -> bool:
     return any(map(_is_read, ast.walk(value)))
 
@@ -300,7 +300,7 @@ def _computes(value: ast.expr) -> bool:
     match value:
         case ast.Call(func=ast.Attribute(value=tensor)) if _is_read(value):
             binds = any(
-                isinstance(one, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for one in ast.walk(tensor)
+                isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for node in ast.walk(tensor)
             )
             return not binds and not _reads(tensor)
         case ast.BinOp(left=left, op=ast.Div(), right=right) if _reads(value):
@@ -334,165 +334,101 @@ def _is_plain(value: ast.expr) -> bool:
 
 
 def write_late_reads(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
-    survey = _Survey(lines & frozenset(late_lines(ast.parse(wrapper.module.code))))
-    wrapper.visit(survey)
-    return wrapper.visit(_LateReads(survey.loops)) if survey.loops else None
-
-
-@dataclass(frozen=True)
-class _LateName:
-    """A name that holds a tensor while its loop runs, or a list of them, and what it is to hold afterwards."""
-
-    name: str
-    number: str  # float, or int of what is only counted
-    is_list: bool = False
+    loops = _late_loops(wrapper.module.code, lines)
+    return wrapper.visit(_LateReads(loops)) if loops else None
 
 
 @dataclass
-class _LoopReads:
+class _LateLoop:
     """What of one loop is put off."""
 
-    statements: dict[cst.CSTNode, _LateName] = field(default_factory=dict)
-    names: dict[str, _LateName] = field(default_factory=dict)
+    reads: dict[int, _LateRead] = field(default_factory=dict)  # by line
+    names: dict[str, _LateRead] = field(default_factory=dict)
     after: list[str] = field(default_factory=list)  # statements that follow it
 
 
-class _Survey(cst.CSTVisitor):
-    """Finds the statements at these lines, and which loop each stands in."""
-
-    METADATA_DEPENDENCIES = (PositionProvider, ParentNodeProvider, ExpressionContextProvider)
-
-    def __init__(self, lines: frozenset[int]) -> None:
-        super().__init__()
-        self._lines = lines
-        self.loops: dict[cst.CSTNode, _LoopReads] = {}
-        self._found: dict[cst.CSTNode, dict[cst.CSTNode, _LateName]] = {}
-        self._read: list[cst.Name] = []
-
-    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802
-        if self.get_metadata(ExpressionContextProvider, node, None) is ExpressionContext.LOAD:
-            self._read.append(node)
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:  # noqa: N802
-        if self.get_metadata(PositionProvider, node).start.line in self._lines and len(node.body) == 1:
-            late, loop = _late_name(node.body[0]), self._around(node, cst.For, cst.While)
-            if late is not None and loop is not None:
-                self._found.setdefault(loop, {})[node.body[0]] = late
-
-    def leave_Module(self, original_node: cst.Module) -> None:  # noqa: N802, ARG002
-        reads = {loop: self._reads_of(loop) for loop in self._found}
-        self.loops = {loop: one for loop, one in reads.items() if one.names}
-
-    def _reads_of(self, loop: cst.CSTNode) -> _LoopReads:
-        """A list is put off only where its loop does nothing else with it."""
-        place, function = self.get_metadata(PositionProvider, loop), self._around(loop, cst.FunctionDef)
-        reads = _LoopReads()
-        for statement, late in self._found[loop].items():
-            own = [one for one in self._read if one.value == late.name]
-            own = [one for one in own if self._around(one, cst.FunctionDef) is function]
-            at = [self.get_metadata(PositionProvider, one).start.line for one in own]
-            within = sum(place.start.line <= one <= place.end.line for one in at)
-            if late.is_list and within > sum(one.name == late.name for one in self._found[loop].values()):
+def _late_loops(source: str, lines: frozenset[int]) -> dict[int, _LateLoop]:
+    """By the lines at which loops begin. A list is put off only where its loop does nothing else with it."""
+    tree, text = ast.parse(source), source.splitlines()
+    nodes = [*ast.walk(tree)]
+    declared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    simple = [
+        node
+        for node in nodes
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.Match) and not hasattr(node, "body")
+    ]
+    shared = Counter(line for node in simple for line in {node.lineno, node.end_lineno})
+    loops: dict[int, _LateLoop] = {}
+    for scope in (_Scope(node, declared) for node in nodes if isinstance(node, ast.Module | ast.FunctionDef)):
+        late_reads = []
+        for late in scope.late_reads():
+            statement = late.statement
+            is_first = not text[statement.lineno - 1].encode()[: statement.col_offset].strip()  # not behind a colon
+            if statement.lineno in lines and is_first and shared[statement.lineno] == shared[statement.end_lineno] == 1:
+                late_reads.append((late, scope.loop_around(statement)))
+        for late, loop in late_reads:
+            name, last = late.name, loop.end_lineno or 0
+            loads = [node for node in scope.own if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+            read = [node.lineno for node in loads if node.id == name]
+            appends = sum(other.name == name and around is loop for other, around in late_reads)
+            if late.into_list and sum(loop.lineno <= line <= last for line in read) > appends:
                 continue
-            reads.statements[statement] = reads.names[late.name] = late
-            value = f"[{late.number}(one) for one in {late.name}]" if late.is_list else f"{late.number}({late.name})"
-            if any(one > place.end.line for one in at) and f"{late.name} = {value}" not in reads.after:
-                reads.after.append(f"{late.name} = {value}")
-        return reads
-
-    def _around(self, node: cst.CSTNode, *kinds: type[cst.CSTNode]) -> cst.CSTNode | None:
-        parent: cst.CSTNode | None = self.get_metadata(ParentNodeProvider, node, None)
-        while parent is not None and not isinstance(parent, kinds):
-            parent = self.get_metadata(ParentNodeProvider, parent, None)
-        return parent
-
-
-def _late_name(statement: cst.CSTNode) -> _LateName | None:
-    match statement:
-        case cst.AugAssign(target=cst.Name(value=name), operator=cst.AddAssign(), value=value):
-            return _LateName(name, _number(value))
-        case cst.Assign(targets=[cst.AssignTarget(target=cst.Name(value=name))], value=value) if _is_item(value):
-            return _LateName(name, _number(value))
-        case cst.Expr(
-            value=cst.Call(
-                func=cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value="append")),
-                args=[cst.Arg(value=value)],
-            )
-        ) if _is_item(value):
-            return _LateName(name, _number(value), is_list=True)
-    return None
-
-
-def _number(value: cst.BaseExpression) -> str:
-    return "int" if _counts(value) else "float"
-
-
-def _is_item(value: cst.BaseExpression) -> bool:
-    match value:
-        case cst.Call(func=cst.Attribute(attr=cst.Name(value="item")), args=[]):
-            return True
-    return False
-
-
-def _counts(value: cst.BaseExpression) -> bool:
-    """Whether it is how often something is so: `(a == b).sum().item()`. That is a whole number."""
-    match value:
-        case cst.Call(
-            func=cst.Attribute(
-                value=cst.Call(func=cst.Attribute(value=compared, attr=cst.Name(value="sum")), args=[]),
-                attr=cst.Name(value="item"),
-            )
-        ):
-            return isinstance(compared, cst.Comparison) or (
-                isinstance(compared, cst.Call)
-                and isinstance(compared.func, cst.Attribute)
-                and compared.func.attr.value in _COMPARING
-            )
-    return False
+            found = loops.setdefault(loop.lineno, _LateLoop())
+            found.reads[late.statement.lineno] = found.names[name] = late
+            value = f"[{late.number}(one) for one in {name}]" if late.into_list else f"{late.number}({name})"
+            if any(line > last for line in read) and f"{name} = {value}" not in found.after:
+                found.after.append(f"{name} = {value}")
+    return loops
 
 
 class _LateReads(cst.CSTTransformer):
-    METADATA_DEPENDENCIES = (ExpressionContextProvider,)
+    METADATA_DEPENDENCIES = (ExpressionContextProvider, PositionProvider)
 
-    def __init__(self, loops: dict[cst.CSTNode, _LoopReads]) -> None:
+    def __init__(self, loops: dict[int, _LateLoop]) -> None:
         super().__init__()
         self._loops = loops
-        self._statements = {one: late for reads in loops.values() for one, late in reads.statements.items()}
-        self._open: list[dict[str, _LateName]] = []
+        self._lines = {line for loop in loops.values() for line in loop.reads}
+        self._open: list[_LateLoop] = []
         self._within: list[cst.CSTNode] = []  # of these statements the one that is gone through
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        if node in self._loops:
-            self._open.append(self._loops[node].names)
-        if node in self._statements:
+        if isinstance(node, cst.For | cst.While) and self._line(node) in self._loops:
+            self._open.append(self._loops[self._line(node)])
+        elif isinstance(node, cst.SimpleStatementLine) and self._line(node) in self._lines:
             self._within.append(node)
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
         made = super().on_leave(original_node, updated_node)
-        if original_node in self._statements:
+        if self._within and original_node is self._within[-1]:
             self._within.pop()
-        if original_node in self._loops:
-            self._open.pop()
-            after = [cst.parse_statement(one) for one in self._loops[original_node].after]
+        elif isinstance(original_node, cst.For | cst.While) and self._line(original_node) in self._loops:
+            after = [cst.parse_statement(statement) for statement in self._open.pop().after]
             return cst.FlattenSentinel([made, *after]) if after else made
         return made
 
+    def _line(self, node: cst.CSTNode) -> int:
+        return int(self.get_metadata(PositionProvider, node).start.line)
+
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:  # noqa: N802
         """Who looks at it meanwhile waits."""
-        late = next((names[original_node.value] for names in self._open if original_node.value in names), None)
+        name = original_node.value
+        late = next((loop.names[name] for loop in self._open if name in loop.names), None)
         reads = self.get_metadata(ExpressionContextProvider, original_node, None) is ExpressionContext.LOAD
-        if late is None or late.is_list or not reads or self._within:
+        if late is None or late.into_list or not reads or self._within:
             return updated_node
         return cst.Call(cst.Name(late.number), [cst.Arg(updated_node)])
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
-        if not self._within or not _is_item(original_node):
-            return updated_node
-        tensor = cst.ensure_type(updated_node.func, cst.Attribute).value
-        if _counts(original_node):
+        match original_node:
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="item")), args=[]) if self._within:
+                tensor = cst.ensure_type(updated_node.func, cst.Attribute).value
+            case _:
+                return updated_node
+        statement = cst.ensure_type(self._within[-1], cst.SimpleStatementLine)
+        if _is_count(ast.parse(cst.Module([]).code_for_node(original_node), mode="eval").body):
             return tensor
-        is_sum = isinstance(self._within[-1], cst.AugAssign)
+        is_sum = isinstance(statement.body[0], cst.AugAssign)
         return _called(_called(tensor, "detach"), "double" if is_sum else "clone")
 
 

@@ -50,34 +50,29 @@ class SplitReads(NamedTuple):
 
 def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> SplitReads | None:
     """None if nothing can be split."""
-    own = wrapper.module.code
-    tree = ast.parse(own)
-    names = [one for one in ast.walk(tree) if isinstance(one, ast.Name)]
-    launching = dict(lines.launching)
-    elsewhere = {one.id for one in names if isinstance(one.ctx, ast.Store) and one.lineno not in launching}
-    computed = {one.id for one in names if isinstance(one.ctx, ast.Store)} - elsewhere
-    split = _Split(frozenset(lines.staying), launching, computed, {one.id for one in names})
+    own, launching = wrapper.module.code, dict(lines.launching)
+    names = [node for node in ast.walk(ast.parse(own)) if isinstance(node, ast.Name)]
+    stored = [name for name in names if isinstance(name.ctx, ast.Store)]
+    computed = {name.id for name in stored} - {name.id for name in stored if name.lineno not in launching}
+    split = _Split(frozenset(lines.staying), launching, computed, {name.id for name in names})
     module = wrapper.visit(split)
     if not split.names and not split.arriving:
         return None
     old, new = own.splitlines(), module.code.splitlines()
     same = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
-    moved = {one.a + at: one.b + at for one in same for at in range(1, one.size + 1)}
+    moved = {block.a + place: block.b + place for block in same for place in range(1, block.size + 1)}
     launching = {moved[line]: count for line, count in lines.launching if line in moved}
     staying = {moved[line] for line in lines.staying if line in moved}
     for line, text in enumerate(new, 1):
-        name = next((name for name in split.names if re.search(rf"\b{name}\b", text)), None)
-        if name is not None and text.strip().startswith(f"{name} = "):
-            launching[line] = 0
-        elif name is not None:
-            staying.add(line)
-        arriving = next((name for name in split.arriving if re.search(rf"\b{name}\b", text)), None)
-        if arriving is not None and text.strip().startswith(f"{arriving} = "):
-            staying.add(line)
-        elif arriving is not None:
-            launching[line] = split.arriving[arriving]
-    told = lines._replace(launching=tuple(sorted(launching.items())), staying=tuple(sorted(staying)))
-    return SplitReads(module, told, [moved[line] for line in loops if line in moved])
+        for made_here in (split.names, split.arriving):
+            name = next((name for name in made_here if re.search(rf"\b{name}\b", text)), None)
+            # what computes a value launches, and what copies one stays; of who uses it the opposite is so
+            if name is not None and text.strip().startswith(f"{name} = ") == (made_here is split.arriving):
+                staying.add(line)
+            elif name is not None:
+                launching[line] = split.arriving.get(name, 0)
+    lines = lines._replace(launching=tuple(sorted(launching.items())), staying=tuple(sorted(staying)))
+    return SplitReads(module, lines, [moved[line] for line in loops if line in moved])
 
 
 class _Split(cst.CSTTransformer):

@@ -24,8 +24,10 @@ class BoundArguments:
     """Which arguments of a step are no input, by what its first call was given."""
 
     def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._places = [place for place, one in enumerate(arguments) if not _is_input(one)]
-        self._options = [name for name, one in options.items() if not _is_input(one)]
+        self._places = [place for place, argument in enumerate(arguments) if not _is_input(argument)]
+        self._options = [name for name, option in options.items() if not _is_input(option)]
+        self._inputs = [place for place in range(len(arguments)) if place not in self._places]
+        self._count = len(arguments)
 
     def __bool__(self) -> bool:
         return bool(self._places or self._options)
@@ -33,9 +35,12 @@ class BoundArguments:
     def split(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
         """Those that are bound, and the inputs."""
         bound = [arguments[place] for place in self._places if place < len(arguments)]
+        inputs = [arguments[place] for place in self._inputs if place < len(arguments)]
+        inputs += arguments[self._count :]
+        if not options:
+            return bound, inputs, options
         bound += [options[name] for name in self._options if name in options]
-        inputs = [one for place, one in enumerate(arguments) if place not in self._places]
-        return bound, inputs, {name: one for name, one in options.items() if name not in self._options}
+        return bound, inputs, {name: option for name, option in options.items() if name not in self._options}
 
     def bind(self, step: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> BoundStep:
         at = {place: arguments[place] for place in self._places if place < len(arguments)}
@@ -72,6 +77,6 @@ def identity(bound: list[Any]) -> tuple[Any, ...]:
 def _is_input(argument: Any) -> bool:
     """A tensor, a number or a text, or a container of nothing else."""
     return all(
-        isinstance(one, PLAIN) or (isinstance(one, Tensor) and not (one.is_leaf and one.requires_grad))
-        for one in tree_leaves(argument)
+        isinstance(leaf, PLAIN) or (isinstance(leaf, Tensor) and not (leaf.is_leaf and leaf.requires_grad))
+        for leaf in tree_leaves(argument)
     )

@@ -37,7 +37,7 @@ class StepCall:
         for place in changing:
             if place < len(self.leaves) and type(self.leaves[place]) is float:
                 self.leaves[place] = torch.tensor(self.leaves[place], dtype=torch.float32)  # as operators take it
-        self.tensors = [one for one in self.leaves if isinstance(one, Tensor)]
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -49,7 +49,7 @@ class StepCall:
         if tensors is None:
             return step(*self.given[0], **self.given[1])
         others = iter(tensors)
-        leaves = [next(others) if isinstance(one, Tensor) else one for one in self.leaves]
+        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         arguments, options = tree_unflatten(leaves, self.spec)
         return step(*arguments, **options)
 
@@ -60,7 +60,7 @@ class StepCall:
 
     def numbers(self) -> dict[int, float]:
         """Those among the arguments, which a graph keeps as they are, by their places among the leaves."""
-        return {place: one for place, one in enumerate(self.leaves) if type(one) in (int, float)}
+        return {place: leaf for place, leaf in enumerate(self.leaves) if type(leaf) in (int, float)}
 
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""
@@ -81,7 +81,7 @@ class StepCall:
 
 
 class CallPattern:
-    """What calls look like that are of the same kind as one before: told without taking each apart anew.
+    """What calls look like that are of the same kind as one before, found without taking each apart anew.
 
     Arguments in other containers than plain tuples, lists and dicts are taken apart every time.
     """
@@ -161,7 +161,7 @@ class Outputs:
 
     def __init__(self, returned: Any) -> None:
         leaves, self._spec = tree_flatten(returned)
-        self._leaves = [one.detach() if isinstance(one, Tensor) else one for one in leaves]
+        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for leaf in leaves:
             if not (type(leaf) in PLAIN or (isinstance(leaf, Tensor) and leaf.is_cuda)):
                 what = "a tensor of the host" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -172,7 +172,9 @@ class Outputs:
 
     def copies(self) -> Any:
         """As they are after the replay that is under way."""
-        return tree_unflatten([one.clone() if isinstance(one, Tensor) else one for one in self._leaves], self._spec)
+        if self._spec.is_leaf() and isinstance(self._leaves[0], Tensor):  # a loss, mostly
+            return self._leaves[0].clone()
+        return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec)
 
 
 class EagerStream:
@@ -202,8 +204,8 @@ class Inputs:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        self.static = [torch.empty_like(one, device=device) for one in tensors]
-        self._from_host = [place for place, one in enumerate(tensors) if not one.is_cuda]
+        self.static = [torch.empty_like(tensor, device=device) for tensor in tensors]
+        self._from_host = [place for place, tensor in enumerate(tensors) if not tensor.is_cuda]
         self._arrivals = [torch.empty_like(self.static[place]) for place in self._from_host]
         self._copies = torch.cuda.Stream() if self._from_host else None
         self._taken, self._arrived = torch.cuda.Event(), torch.cuda.Event()
@@ -214,7 +216,7 @@ class Inputs:
             places.append(place)
             static.append(one)
         self.fill(tensors)
-        self._versions = [one._version for one in self.static]
+        self._versions = [tensor._version for tensor in self.static]
 
     def fill(self, tensors: list[Tensor]) -> None:
         """Enqueue what brings them here. A batch of the host may be changed once `wait` has returned."""
@@ -262,7 +264,7 @@ class CapturedCall:
         alive: list[Any],
         pattern: CallPattern,
     ) -> None:
-        self._graph, self._inputs, self._outputs, self._gradients = graph, inputs, outputs, gradients
+        self._graph, self._inputs, self._outputs, self.gradients = graph, inputs, outputs, gradients
         self._entered = [one for one in gradients if one.needed and one.entry is not None]
         self.pattern = pattern
         self.replays = 0
@@ -272,15 +274,17 @@ class CapturedCall:
         """Steps of learning rate schedules, which follow each replay."""
         self._alive = alive  # what the graph reads without owning it
 
-    def replay(self, tensors: list[Tensor]) -> Any:
+    def replay(self, tensors: list[Tensor], is_in_place: bool = False) -> Any:
+        """`is_in_place`: gradients are known to stand where a replay leaves them."""
         self._inputs.fill(tensors)
-        return self.replay_filled(tensors)
+        return self.replay_filled(tensors, is_in_place)
 
-    def replay_filled(self, tensors: list[Tensor]) -> Any:
+    def replay_filled(self, tensors: list[Tensor], is_in_place: bool = False) -> Any:
         """The inputs are there already."""
         enter(self._entered)
         self._graph.replay()
-        leave(self._gradients)
+        if not is_in_place:
+            leave(self.gradients)
         self._inputs.hand_back(tensors)
         returned = self._outputs.copies()
         self._inputs.wait()
@@ -292,7 +296,7 @@ class CapturedCall:
 
     def take_gradients(self) -> None:
         """Those that an eager call has left go where a replay leaves them."""
-        for leaf, _, exit_, _ in self._gradients:
+        for leaf, _, exit_, _ in self.gradients:
             if exit_ is not None and leaf.grad is not None and leaf.grad is not exit_:
                 exit_.copy_(leaf.grad)
                 leaf.grad = exit_
@@ -333,7 +337,7 @@ def capture(
         gc.collect()
         torch.cuda.empty_cache()
     reason = ""
-    with torch.cuda.stream(stream), _no_garbage(), _no_cached_casts(), _no_argument_checks():
+    with torch.cuda.stream(stream), _undisturbed():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             with sync_mode("error"):
@@ -364,41 +368,26 @@ def sync_mode(mode: str | int) -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage() -> Iterator[None]:
-    """What is collected in the middle of a capture may free memory or graphs, which breaks it."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextmanager
-def _no_cached_casts() -> Iterator[None]:
-    """Weights that autocast has cast already would stay as they are in all replays, and the graph's own leak out."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-
-
-@contextmanager
-def _no_argument_checks() -> Iterator[None]:
-    """Those of `torch.distributions` read the GPU. The eager calls before have made them."""
+def _undisturbed() -> Iterator[None]:
+    """Nothing is collected, which may free memory or graphs and so break the capture. Weights that autocast has cast
+    before are not used, which would stay as they are in all replays, and the graph's own do not leak out.
+    `torch.distributions` does not check its arguments, which reads the GPU: it did so in the eager calls before."""
     kind: Any = torch.distributions.Distribution
-    checks = kind._validate_args
+    collects, checks = gc.isenabled(), kind._validate_args
+    gc.disable()
+    torch.clear_autocast_cache()
     kind.set_default_validate_args(False)
     try:
         yield
     finally:
         kind.set_default_validate_args(checks)
+        torch.clear_autocast_cache()
+        if collects:
+            gc.enable()
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """End a capture that came to nothing."""
+    """End a capture that failed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the graph is empty
         try:

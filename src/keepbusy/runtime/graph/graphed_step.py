@@ -11,16 +11,17 @@ count like any other. A step that cannot be captured runs eagerly for good, and 
 from __future__ import annotations
 
 import functools
+import operator
 import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
@@ -38,10 +39,11 @@ from keepbusy.runtime.graph.host_state import (
     changes_between,
     settings,
 )
+from keepbusy.runtime.graph.learning_rates import LearningRates, warm_up
 from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
 from keepbusy.runtime.graph.named_values import NamedValues
-from keepbusy.runtime.graph.names_read import PLAIN, StepNames
-from keepbusy.runtime.graph.participants import Gradients, HeldSchedules, Participants, may_be_held
+from keepbusy.runtime.graph.names_read import PLAIN, StepNames, constant
+from keepbusy.runtime.graph.participants import Gradients, HeldGradient, HeldSchedules, Participants, may_be_held
 from keepbusy.runtime.graph.replay_check import (
     COMPARED_FIRST,
     WrittenTensors,
@@ -55,23 +57,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
-
-
 UNSTEADY_CALLS = 4
 """So many calls of a kind may change something on the host that none before them changed."""
 BACKWARD_LATER = "its backward pass comes later, where a replay has no part; call backward inside the step"
+
+
+class _KeptSettings(NamedTuple):
+    """The settings of a parameter group that a graph keeps, and how to read them now."""
+
+    group: dict[str, Any]
+    size: int
+    read: Callable[[dict[str, Any]], tuple[Any, ...]]
+    values: tuple[Any, ...]
 
 
 class GraphKey:
     """What besides its arguments decides what a step does: modes, settings, what it reads, where its weights lie.
 
     All of it is constant in a graph. So it is read before each replay, and another graph is taken where it differs.
+    Mostly nothing differs, and then `is_as_remembered` says so without making anything anew.
     """
 
     def __init__(self, participants: Participants, names: StepNames, rates: LearningRates) -> None:
-        self._participants, self._optimizers = participants, [*participants.optimizers]
-        self._named, self._words, self._rates = NamedValues(names), names.words, rates
+        self._participants, self._optimizers, self._rates = participants, [*participants.optimizers], rates
+        self._named, self._words = NamedValues(names), names.words
         self._leaves: dict[int, Tensor] = {}
+        self._remembered: tuple[Any, ...] | None = None
         self.renew()
 
     def renew(self) -> None:
@@ -79,7 +90,7 @@ class GraphKey:
         modules = submodules([*self._participants.modules, *self._named.modules()])
         self._of_modules = ModuleState(modules, self._is_read)
         of_modules = {id(tensor) for tensor in self._of_modules.tensors()}
-        self._others = [leaf for leaf in self.leaves if id(leaf) not in of_modules]
+        self._others = [leaf for leaf in self._leaves.values() if id(leaf) not in of_modules]
 
     def _is_read(self, module: torch.nn.Module, name: str) -> bool:
         kind: Any = type(module)
@@ -87,32 +98,71 @@ class GraphKey:
 
     def add(self, leaves: list[Tensor]) -> None:
         """Tensors that gather gradients in the step."""
-        self._leaves |= {id(one): one for one in leaves}
+        self._leaves |= {id(leaf): leaf for leaf in leaves}
+        self._remembered = None
         self.renew()
 
-    @property
-    def leaves(self) -> list[Tensor]:
-        return [*self._leaves.values()]
+    def _modes(self) -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            self._of_modules.numbers(),
+        )
 
     def kind(self) -> tuple[Any, ...]:
         """What may come back: an evaluation in between, gradients that were cleared, another setting."""
         try:
-            numbers = self._of_modules.numbers()
-        except KeyError:  # one is gone
+            modes = self._modes()
+        except KeyError:  # a number of a module is gone
             self.renew()
-            numbers = self._of_modules.numbers()
-        return (
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-            numbers,
-            tuple([one.grad is None for one in self._leaves.values()]),
-            *[
-                settings(group | self._rates.of_its_own(group))
-                for optimizer in self._optimizers
-                for group in optimizer.param_groups
-            ],
+            modes = self._modes()
+        groups, self._gradients = self._groups(), [leaf.grad for leaf in self._leaves.values()]
+        cleared = tuple([gradient is None for gradient in self._gradients])
+        kind = (
+            *modes,
+            cleared,
+            *[settings(group | self._rates.of_its_own(group)) for group in groups],
             *self._named.read(),
         )
+        in_groups = [value for group in groups for value in group.values() if isinstance(value, Tensor)]
+        self._tensors = [*self._named.tensors(), *in_groups]
+        self._remembered = modes, [*map(constant, self._tensors)], [*map(self._kept_settings, groups)]
+        return kind
+
+    def has_in_place(self, gradients: list[HeldGradient]) -> bool:
+        """Whether each tensor had the gradient that it has after a replay."""
+        found = dict(zip(self._leaves, self._gradients, strict=True))
+        return all(found.get(id(one.leaf), self) is one.exit for one in gradients)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [*chain.from_iterable([optimizer.param_groups for optimizer in self._optimizers])]
+
+    def _kept_settings(self, group: dict[str, Any]) -> _KeptSettings:
+        """All that a graph keeps, which a learning rate that is sent over is not."""
+        names = [name for name in group if name != "lr" or not self._rates.is_sent(group)]
+        read = operator.itemgetter(*names)
+        return _KeptSettings(group, len(group), read, read(group))
+
+    def is_as_remembered(self) -> bool:
+        """Whether nothing has moved, and `kind` is what it was when it was asked for last."""
+        if self._remembered is None or self.has_moved():
+            return False
+        for leaf, gradient in zip(self._leaves.values(), self._gradients, strict=True):
+            if leaf.grad is not gradient:
+                return False
+        modes, constants, settings_of_groups = self._remembered
+        groups = self._groups()
+        try:
+            if self._modes() != modes or len(groups) != len(settings_of_groups):
+                return False
+            for group, kept in zip(groups, settings_of_groups, strict=True):
+                if group is not kept.group or len(group) != kept.size:
+                    return False
+                if not all(map(operator.is_, kept.read(group), kept.values)):
+                    return False
+        except KeyError:  # a setting is gone, or a number of a module
+            return False
+        return self._named.is_as_read() and [*map(constant, self._tensors)] == constants
 
     def remember_places(self) -> None:
         """Where weights and optimizer state lie."""
@@ -124,8 +174,7 @@ class GraphKey:
         return not self._of_modules.is_as_remembered() or self._of_others() != self._places
 
     def _of_others(self) -> list[int]:
-        leaves, optimizers = self._others, self._optimizers
-        return [*[leaf.data_ptr() for leaf in leaves], *[id(optimizer.state) for optimizer in optimizers]]
+        return [leaf.data_ptr() for leaf in self._others] + [id(optimizer.state) for optimizer in self._optimizers]
 
     def held(self) -> list[Any]:
         """What a graph may read without owning it, to be kept alive for it."""
@@ -134,13 +183,8 @@ class GraphKey:
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""
         groups = [f"the settings of {type(one).__name__}" for one in self._optimizers for _ in one.param_groups]
-        fixed = [
-            "whether gradients are on",
-            "autocast",
-            "a mode or a number of a module",
-            "which gradients are cleared",
-        ]
-        return [*fixed, *groups, *self._named.labels()]
+        modes = ["whether gradients are on", "autocast", "a mode or a number of a module"]
+        return [*modes, "which gradients are cleared", *groups, *self._named.labels()]
 
 
 class ReplayWorth:
@@ -177,7 +221,7 @@ class ReplayWorth:
 class Rehearsal:
     """The first calls of a step: eager training steps like any other, which show what a graph would have to hold.
 
-    1. Libraries load, optimizers make their state; modules and optimizers are met.
+    1. Libraries load, optimizers make their state; modules and optimizers become known.
     2. The host's state is read before and after. What differs, a replay would leave undone.
     3. If something differed, the step is traced to find the line. If not, it is captured from here on.
 
@@ -216,7 +260,12 @@ class Rehearsal:
         with self.participants.watching() as gradients:
             returned = self._eager.run(call)
         self._returned = (call.kind, constants_of(returned))
-        distributed = [type(one).__name__ for one in self.participants.modules if _talks_to_other_ranks(one)]
+        distributed = [
+            type(module).__name__
+            for module in self.participants.modules
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel)
+            or hasattr(module, "set_requires_all_reduce")
+        ]
         if distributed:
             self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
         elif call.changed():
@@ -245,7 +294,8 @@ class Rehearsal:
         before, self._seen = self.host.read(), call.kind
         with self.participants.watching() as gradients, self.written.watching():
             returned = self._result(self.worth.time_eager(lambda: self._eager.run(call)), gradients)
-        self._trained = [one.leaf for one in gradients.held()]  # before the loop clears what the step has left
+        # before the loop clears what the step has left
+        self._trained = [gradient.leaf for gradient in gradients.held()]
         self._changes = changes_between(before, self.host.read())
         kind, first = self._returned
         second = constants_of(returned)
@@ -289,10 +339,6 @@ class Rehearsal:
         return returned
 
 
-def _talks_to_other_ranks(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.parallel.DistributedDataParallel) or hasattr(module, "set_requires_all_reduce")
-
-
 def constants_of(returned: Any) -> list[Any]:
     """Numbers and texts that a step returns."""
     return [one for one in tree_flatten(returned)[0] if type(one) in PLAIN]
@@ -301,7 +347,7 @@ def constants_of(returned: Any) -> list[Any]:
 def detached(returned: Any) -> Any:
     """As a replay would return it: without the graph of its gradients."""
     leaves, spec = tree_flatten(returned)
-    return tree_unflatten([one.detach() if isinstance(one, Tensor) else one for one in leaves], spec)
+    return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 class StepGraphs:
@@ -333,7 +379,10 @@ class StepGraphs:
         self._key.renew()
         self._key.remember_places()
         self._captured: dict[Any, CapturedCall] = {}
-        self._recent: tuple[CapturedCall, Any] | None = None
+        self._recent: CapturedCall | None = None
+        """What was replayed when the key was read last."""
+        self._is_in_place = False
+        """Whether gradients stood then where it leaves them."""
         self._capturable: dict[Any, bool | None] = {}
         self._full = False
 
@@ -343,23 +392,22 @@ class StepGraphs:
         if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
             current.wait_stream(self._stream)
             self._stream = current
+        if self._recent is not None and self._key.is_as_remembered():
+            tensors = self._recent.pattern.tensors_of(given)
+            if tensors is not None:
+                return self._replay(self._recent, given, tensors, self._is_in_place)
         has_moved = self._key.has_moved()
         if self._rates.moved() or has_moved:
             self._forget()
             self._moves += has_moved
             if self._moves > GRAPHS_PER_STEP:
                 raise Uncapturable("its weights, buffers or modules are others again and again; write to them in place")
-        around = self._key.kind()
-        if self._recent is not None and self._recent[1] == around:
-            tensors = self._recent[0].pattern.tensors_of(given)
-            if tensors is not None:
-                return self._replay(self._recent[0], given, tensors)
         call = StepCall(given[0], given[1], self._changing)
-        kind = (*call.kind, *around)
-        captured = self._captured.get(kind)
+        kind = (*call.kind, *self._key.kind())
+        self._recent = captured = self._captured.get(kind)
         if captured is not None:
-            self._recent = captured, around
-            return self._replay(captured, given, call.tensors)
+            self._is_in_place = self._key.has_in_place(captured.gradients)
+            return self._replay(captured, given, call.tensors, self._is_in_place)
         match self._capturable.get(kind):
             case None:
                 return self._with_schedules(lambda: self._first(call, kind))
@@ -376,13 +424,13 @@ class StepGraphs:
             self.finding = self.finding or self._worth.finding()
         return returned
 
-    def _replay(self, captured: CapturedCall, given: Any, tensors: list[Tensor]) -> Any:
+    def _replay(self, captured: CapturedCall, given: Any, tensors: list[Tensor], is_in_place: bool) -> Any:
         self._rates.send()
         captured.replays += 1
         if is_compared(captured.replays) or captured.is_doubted:
             return self._with_schedules(lambda: self._compare(captured, StepCall(given[0], given[1], self._changing)))
         self._tally["replayed"] += 1
-        returned = captured.replay(tensors)
+        returned = captured.replay(tensors, is_in_place)
         for step in captured.schedules:
             step()
         return returned
@@ -451,7 +499,7 @@ class StepGraphs:
             self._warn(f"eagerly for some arguments: it {again.why}")
         self._capturable[kind] = None if changes and not again else not again
         self._changed[kind] = {change.key for change in changes}
-        self._key.add([one.leaf for one in gradients.held()])
+        self._key.add([gradient.leaf for gradient in gradients.held()])
         self._key.remember_places()
         return returned
 
@@ -498,7 +546,7 @@ class StepGraphs:
             if all(other[place] != kind[place] for other in same_parts):
                 advice = "pad inputs to a few shapes" if "shape" in label else "keep it on the device, or constant"
                 return f"{label} would need another; {advice}"
-        return "a new mix of their arguments came"
+        return "a new mix of their arguments was given"
 
 
 def graph(step: Callable[P, R]) -> Graphed[P, R]:
@@ -520,6 +568,7 @@ class Graphed(Generic[P, R]):
         self._tally: Counter[str] = Counter()
         self._bound: dict[Any, Graphed[..., Any]] = {}
         """The step with each of the objects that it was given."""
+        self._recent_bound: tuple[list[Any], Any] = ([], None)
         self._call: Callable[..., Any] = self._first
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
@@ -557,17 +606,21 @@ class Graphed(Generic[P, R]):
     def _with_bound(self, *arguments: Any, **options: Any) -> Any:
         """With other objects it is another step."""
         bound, inputs, rest = self._arguments.split(arguments, options)
+        known, graphed = self._recent_bound
+        if graphed is not None and len(bound) == len(known) and all(map(operator.is_, bound, known)):
+            return graphed(*inputs, **rest)
         key = identity(bound)
         graphed = self._bound.get(key)
         if graphed is None:
             if len(self._bound) >= GRAPHS_PER_STEP:
-                for one in self._bound.values():
-                    one.release()
+                for graphed in self._bound.values():
+                    graphed.release()
                 self._bound.clear()
                 self._give_up("it is given other objects again and again; pass it tensors, and what stays the same")
                 return self._eager(*arguments, **options)
             graphed = self._bound[key] = Graphed(self._arguments.bind(self._step, arguments, options))
             graphed._tally = self._tally
+        self._recent_bound = bound, graphed
         return graphed(*inputs, **rest)
 
     def _eager(self, *arguments: Any, **options: Any) -> Any:
@@ -617,198 +670,3 @@ class Graphed(Generic[P, R]):
         self._why = f"keepbusy.graph runs {self.name} {what}"
         if self.warns:
             warnings.warn(self._why, stacklevel=depth_of_user())
-
-
-class LearningRates:
-    """Optimizers as a graph can hold them: they count on the device, and a learning rate that moves is read there.
-
-    A Python float is baked into the graph, and a schedule would change nothing. So from its first change on a rate is a
-    tensor on the device while the step runs; between steps the group holds what it held, and what a schedule wrote
-    there is sent over before the replay. A rate that never changes stays the constant that it is, and its steps the
-    same to the bit; so does the rate of an optimizer that takes no tensor for one.
-    """
-
-    def __init__(self, optimizers: list[Optimizer], sparse: Collection[int] = (), is_scaled: bool = False) -> None:
-        """`sparse`: weights, by their identity, that get sparse gradients, for which no step is fused. `is_scaled`:
-        whether a GradScaler takes part, which asks the device whether to step, unless the step is fused."""
-        self._scaled = [one for one in optimizers if is_scaled and _all_may_be_fused(one, sparse)]
-        self._counting = [one for one in optimizers if "capturable" in one.defaults]
-        self._uncapturable = [group for one in self._counting for group in one.param_groups if not group["capturable"]]
-        self._rates: list[_LearningRate] = []
-        for one in optimizers:
-            for group in one.param_groups:
-                if one in self._scaled:
-                    self._rates.append(_ScaledRate(group))
-                elif _may_be_tensor(one, group):
-                    self._rates.append(_LearningRate(group))
-                elif type(one) is torch.optim.SGD and _may_be_fused(group, sparse):
-                    self._rates.append(_FusedRate(group))
-
-    def count_on_device(self) -> None:
-        """Switch the optimizers to PyTorch's `capturable` path."""
-        for group in self._uncapturable:
-            group["capturable"] = True
-        for optimizer in self._counting:
-            _move_counts(optimizer, to_device=True)
-            optimizer._warned_capturable_if_run_uncaptured = True
-
-    def count_on_host(self) -> None:
-        """As it was before."""
-        for group in self._uncapturable:
-            group["capturable"] = False
-        for optimizer in self._counting:
-            if not all(group["capturable"] or group.get("fused") for group in optimizer.param_groups):
-                _move_counts(optimizer, to_device=False)
-
-    def moved(self) -> bool:
-        """Whether some rate has changed for the first time: graphs so far hold it as a constant."""
-        beginning = [rate for rate in self._rates if rate.begins_to_move()]  # each of them is asked
-        return bool(beginning)
-
-    def send(self) -> None:
-        """What the host has written since the last step."""
-        for rate in self._moving():
-            rate.send()
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Meanwhile the optimizers find their rates there."""
-        self.send()
-        moving: list[_LearningRate] = [rate for rate in self._rates if rate.is_other_on_device]
-        for rate in moving:
-            rate.group |= rate.on_device()
-        for optimizer in self._scaled:
-            vars(optimizer)["_step_supports_amp_scaling"] = True
-        try:
-            yield
-        finally:
-            for rate in moving:
-                rate.group |= rate.on_host()
-            for optimizer in self._scaled:
-                vars(optimizer).pop("_step_supports_amp_scaling", None)
-
-    def of_its_own(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Settings of the group that no graph keeps: where it counts, and a rate that is sent over."""
-        is_sent = any(rate.group is group for rate in self._moving())
-        where = dict.fromkeys(("capturable", "fused", "foreach"))
-        return where | {"lr": None} if is_sent else where
-
-    def _moving(self) -> list[_LearningRate]:
-        return [rate for rate in self._rates if rate.sent is not None]
-
-
-class _LearningRate:
-    """A group's learning rate as its owner wrote it, and from its first change on as it was sent."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        self.group, self.written = group, group["lr"]
-        self._value = float(self.written)
-        self.sent: torch.Tensor | None = None
-
-    @property
-    def is_other_on_device(self) -> bool:
-        return self.sent is not None
-
-    def begins_to_move(self) -> bool:
-        if self.sent is not None or float(self.group["lr"]) == self._value:
-            return False
-        self.sent = torch.full((), self._value, dtype=torch.float32, device=self.group["params"][0].device)
-        return True
-
-    def on_device(self) -> dict[str, Any]:
-        """Settings of the group while the step runs."""
-        return {"lr": self.sent}
-
-    def on_host(self) -> dict[str, Any]:
-        """And as its owner wrote them."""
-        return {"lr": self.written}
-
-    def send(self) -> None:
-        self.written = self.group["lr"]
-        value = float(self.written)
-        if value != self._value and self.sent is not None:
-            self._value = value
-            self.sent.fill_(value)
-
-
-class _FusedRate(_LearningRate):
-    """Of plain SGD, which takes a tensor for its rate only where its step is fused."""
-
-    def on_device(self) -> dict[str, Any]:
-        return super().on_device() | {"fused": True}
-
-    def on_host(self) -> dict[str, Any]:
-        return super().on_host() | {"fused": self._was_fused}
-
-    def begins_to_move(self) -> bool:
-        self._was_fused = self.group["fused"]
-        return super().begins_to_move()
-
-
-class _ScaledRate(_LearningRate):
-    """Of an optimizer that a GradScaler steps: fused, it leaves out a step by itself where gradients overflowed."""
-
-    is_other_on_device = True
-
-    def on_device(self) -> dict[str, Any]:
-        moved = super().on_device() if self.sent is not None else {}
-        return moved | {"fused": True, "foreach": False}
-
-    def on_host(self) -> dict[str, Any]:
-        moved = super().on_host() if self.sent is not None else {}
-        return moved | self._chosen
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        super().__init__(group)
-        self._chosen = {name: group[name] for name in ("fused", "foreach")}
-
-
-def warm_up(optimizer: Optimizer, stream: torch.cuda.Stream) -> None:
-    """Loads what its step runs on the device, by a step of a twin that nobody sees: a capture is no time for that."""
-    kind: Any = type(optimizer)
-    if "capturable" not in optimizer.defaults or not kind.__module__.startswith("torch.optim"):
-        return
-    twin = object.__new__(kind)
-    vars(twin).update(vars(optimizer))
-    twin.param_groups, twin.state = [], defaultdict(dict)
-    for group in optimizer.param_groups:
-        alike = {one.dtype: one for one in group["params"] if one.is_cuda}.values()
-        weights = [torch.zeros(2, dtype=one.dtype, device=one.device, requires_grad=True) for one in alike]
-        for weight in weights:
-            weight.grad = torch.zeros_like(weight)
-        twin.param_groups.append(group | {"params": weights})
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), suppress(Exception):  # a capture that fails then says so itself
-        getattr(kind.step, "__wrapped__", kind.step)(twin)  # without hooks
-    torch.cuda.current_stream().wait_stream(stream)
-
-
-def _all_may_be_fused(optimizer: Optimizer, sparse: Collection[int]) -> bool:
-    kinds = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    return type(optimizer) in kinds and all(_may_be_fused(group, sparse) for group in optimizer.param_groups)
-
-
-def _may_be_fused(group: dict[str, Any], sparse: Collection[int]) -> bool:
-    """Where nobody chose another implementation, and its gradients are dense."""
-    chosen = group.get("fused") or group.get("foreach") or group.get("differentiable") or group.get("maximize")
-    parameters = group["params"]
-    plain = all(one.is_cuda and torch.is_floating_point(one) and id(one) not in sparse for one in parameters)
-    return not chosen and plain and not isinstance(group["lr"], Tensor)
-
-
-def _may_be_tensor(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """A rate that is a tensor on the device already needs nothing."""
-    rate = group["lr"]
-    on_device = isinstance(rate, torch.Tensor) and rate.is_cuda
-    return not on_device and ("capturable" in optimizer.defaults or bool(group.get("fused")))
-
-
-_COUNTS = ("step", "mu_product", "eta", "mu")
-"""What PyTorch's optimizers count: numbers, whatever the shape of the weight."""
-
-
-def _move_counts(optimizer: Optimizer, to_device: bool) -> None:
-    for parameter, state in optimizer.state.items():
-        for label in [label for label in _COUNTS if isinstance(state.get(label), Tensor)]:
-            if state[label].is_cuda != to_device:
-                state[label] = state[label].to(parameter.device if to_device else "cpu")

@@ -60,7 +60,7 @@ class HostState:
             kind = type(optimizer).__name__
             yield (f"the settings of {kind}", id(optimizer)), partial(_all_settings, optimizer)
             if "capturable" in optimizer.defaults:  # it will count on the device
-                counters |= {id(one) for one in tree_leaves([*optimizer.state.values()]) if _is_of_host(one)}
+                counters |= {id(leaf) for leaf in tree_leaves([*optimizer.state.values()]) if _is_of_host(leaf)}
             else:
                 yield (f"the step count of {kind}", id(optimizer)), partial(_counts_of, optimizer)
         for scheduler in self._participants.schedulers:
@@ -114,7 +114,7 @@ def _all_settings(optimizer: Optimizer) -> list[Any]:
 def _counts_of(optimizer: Optimizer) -> list[Any]:
     """Numbers and host tensors of its parameters' states."""
     held = tree_leaves([*optimizer.state.values()])
-    return [constant(one) for one in held if type(one) in PLAIN or _is_of_host(one)]
+    return [constant(value) for value in held if type(value) in PLAIN or _is_of_host(value)]
 
 
 def _stages_of(scaler: torch.amp.GradScaler) -> list[str]:

@@ -33,19 +33,40 @@ class NamedValues:
     def __init__(self, names: StepNames) -> None:
         self._words = names.words
         self._names = [name for name in names.reads if not is_a(name.read(), *_CODE_TYPES)]
+        self._values: list[Any] = []
+        self._holders: list[int] = []
+        """Places of values that others were read from."""
+        self._ends: list[int] = []
         self._find()
 
     def read(self) -> tuple[Any, ...]:
+        if not self.is_as_read():
+            try:
+                values = self._all()
+                is_known = len(values) == len(self._values) and self._has_sizes()
+                is_known = is_known and all(values[place] is self._values[place] for place in self._holders)
+            except (KeyError, AttributeError):  # it is gone
+                is_known = False
+            if is_known:
+                self._values = values
+            else:
+                self._find()
+        return tuple([constant(self._values[place]) for place in self._ends])
+
+    def is_as_read(self) -> bool:
+        """Whether all names stand for the very objects that `read` found."""
         try:
             values = self._all()
-            is_known = len(values) == self._count and all(map(operator.is_, self._holders_in(values), self._holders))
-            is_known = is_known and all(len(held) == size for held, size in self._sizes)
-        except (KeyError, AttributeError):  # it is gone
-            is_known = False
-        if not is_known:
-            self._find()
-            values = self._all()
-        return tuple([constant(values[place]) for place in self._ends])
+        except (KeyError, AttributeError):
+            return False
+        return len(values) == len(self._values) and all(map(operator.is_, values, self._values)) and self._has_sizes()
+
+    def _has_sizes(self) -> bool:
+        return [*map(len, self._dicts)] == self._sizes
+
+    def tensors(self) -> list[Tensor]:
+        """Those among what `read` found, whose memory or values may change while they are the same objects."""
+        return [value for place in self._ends if is_a(value := self._values[place], Tensor)]
 
     def labels(self) -> list[str]:
         return [self._labels[place] for place in self._ends]
@@ -65,7 +86,7 @@ class NamedValues:
         values = [name.read() for name in self._names]
         seen: dict[int, Any] = {}
         ahead = deque(enumerate(values))
-        holders = []
+        holders: list[int] = []
         while ahead and len(values) < _MOST_VALUES:
             place, value = ahead.popleft()
             if is_a(value, *_ENDS) or id(value) in seen:
@@ -78,12 +99,11 @@ class NamedValues:
                 ahead += enumerate(read(value), len(values))
                 self._labels += [f"`{self._labels[place].strip('`')}{name}`" for name in names]
                 values += read(value)
-        self._count, self._places = len(values), holders
         dicts = [own_dict(value) for value in seen.values()]  # which the loop may give an attribute
-        self._sizes = [(held, len(held)) for held in dicts if held is not None]
-        self._holders = self._holders_in(values)
-        kept = set(holders)
-        self._ends = [place for place in range(len(values)) if place not in kept]
+        self._dicts = [held for held in dicts if held is not None]
+        self._sizes = [*map(len, self._dicts)]
+        self._values, self._holders = values, holders
+        self._ends = sorted({*range(len(values))}.difference(holders))
 
     def _all(self) -> list[Any]:
         return [
@@ -91,24 +111,19 @@ class NamedValues:
             *chain.from_iterable([read(holder) for read, holder in self._reads]),
         ]
 
-    def _holders_in(self, values: list[Any]) -> list[Any]:
-        return [values[place] for place in self._places]
-
     def _entries(self, value: Any) -> tuple[Callable[[Any], Any] | None, list[str]]:
         """How to read what matters of an object, as a list, and what a person calls each."""
         if is_a(value, list, tuple, deque) and len(value) <= _LARGEST:
             return list, [f"[{place}]" for place in range(len(value))]
         if is_a(value, dict):
             if len(value) <= _LARGEST:
-                return _keys_and_values, [f" has {key!r}" for key in value] + [f"[{key!r}]" for key in value]
+                return lambda held: [*dict.keys(held), *dict.values(held)], [f" has {key!r}" for key in value] + [
+                    f"[{key!r}]" for key in value
+                ]
             names = [key for key in value if key in self._words]
             return (_getter(operator.itemgetter, names) if names else None), [f"[{name!r}]" for name in names]
         names = [name for name in attributes_of(value) if name in self._words]
         return (_getter(operator.attrgetter, names) if names else None), [f".{name}" for name in names]
-
-
-def _keys_and_values(value: dict[Any, Any]) -> list[Any]:
-    return [*dict.keys(value), *dict.values(value)]
 
 
 def _getter(kind: Callable[..., Any], names: list[str]) -> Callable[[Any], Any]:

@@ -71,7 +71,8 @@ class StepNames:
         names = names_in(function.__code__)
         self.words |= names.attributes | names.texts
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        known, held, of_owner = function.__globals__, attributes_of(owner), _names_of_owner(function)
+        known, held, code = function.__globals__, attributes_of(owner), function.__code__
+        of_owner = names_of(code, code.co_varnames[0]) if code.co_argcount else names  # by what it calls its object
         values = [self._note(label, id(cell), functools.partial(_content, cell)) for label, cell in cells]
         values += [
             self._note(label, (id(known), label), functools.partial(known.get, label))
@@ -85,7 +86,7 @@ class StepNames:
         ]
         for name, value in bound.items():
             if is_a(value, torch.nn.Module, Optimizer, dict, list, tuple, *_CODE):
-                values.append(self._note(name, id(value), functools.partial(_itself, value)))
+                values.append(self._note(name, id(value), functools.partial(lambda bound: bound, value)))
                 continue
             of_value = names_of(function.__code__, name)  # they may hold anything beside
             self._ahead += _methods(value, of_value)
@@ -172,16 +173,6 @@ def names_of(code: CodeType, variable: str) -> CodeNames:
         attribute = following[0].argval
         direct.add(attribute[-1] if isinstance(attribute, tuple) else attribute)
     return names._replace(attributes=frozenset(direct))
-
-
-def _names_of_owner(function: FunctionType) -> CodeNames:
-    """Of a method, by what it calls its object."""
-    code = function.__code__
-    return names_of(code, code.co_varnames[0]) if code.co_argcount else names_in(code)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _content(cell: Any) -> Any:

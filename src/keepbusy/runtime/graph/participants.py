@@ -85,7 +85,7 @@ class Participants:
 
     def have_state(self) -> bool:
         """Whether all optimizers have made their state: in a graph it would be made anew by each replay."""
-        return all(one.state or "capturable" not in one.defaults for one in self.optimizers)
+        return all(optimizer.state or "capturable" not in optimizer.defaults for optimizer in self.optimizers)
 
     def sparse_weights(self) -> set[int]:
         """Those whose gradients are, by their identity: of embeddings that say so, and where there are gradients."""
@@ -96,8 +96,10 @@ class Participants:
     def gathering(self) -> list[Tensor]:
         """Every tensor known that may gather a gradient."""
         weights = [weight for module in self.modules for weight in own_weights(module)]
-        stepped = [weight for one in self.optimizers for group in one.param_groups for weight in group["params"]]
-        known = {id(one): one for one in (*weights, *stepped, *self._leaves.values())}
+        stepped = [
+            weight for optimizer in self.optimizers for group in optimizer.param_groups for weight in group["params"]
+        ]
+        known = {id(weight): weight for weight in (*weights, *stepped, *self._leaves.values())}
         return [one for one in known.values() if one.requires_grad and one.is_leaf]
 
 
@@ -130,8 +132,8 @@ class Gradients:
     def note_step(self, optimizer: Optimizer) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._note(weights)
-        self._stepped |= {id(one) for one in weights}
-        self._applied |= {id(one.grad) for one in weights}
+        self._stepped |= {id(weight) for weight in weights}
+        self._applied |= {id(weight.grad) for weight in weights}
 
     def may_go_back(self, returned: Iterable[Any]) -> bool:
         """Whether a backward pass from one of these values may follow: none has freed a part of its graph yet."""
@@ -211,9 +213,9 @@ def enter(held: list[HeldGradient]) -> None:
 
 def leave(held: list[HeldGradient]) -> None:
     """After a replay: everybody finds the gradients where it has put them."""
-    for leaf, _, left, _ in held:
-        if leaf.grad is not left:
-            leaf.grad = left
+    for leaf, _, exit_, _ in held:
+        if leaf.grad is not exit_:
+            leaf.grad = exit_
 
 
 class HeldSchedules:
@@ -248,7 +250,7 @@ class HeldSchedules:
 
 def may_be_held(schedulers: Iterable[LRScheduler], words: Set[str]) -> bool:
     """Whether nothing in the step, which uses these words, looks at what they change."""
-    follow_values = any(isinstance(one, ReduceLROnPlateau) for one in schedulers)
+    follow_values = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers)
     return not follow_values and not words & {"get_last_lr", "_last_lr", "last_epoch", "param_groups"}
 
 
@@ -276,10 +278,10 @@ def _watch(watcher: _Watcher) -> None:
         if len(_WATCHERS) > 1:
             return
         kinds = [(kind, name) for kind in _kinds(torch.amp.GradScaler) for name in ("unscale_", "step", "update")]
-        calls: list[tuple[Any, str, Callable[..., None]]] = [(*one, _tell_scaler) for one in kinds]
+        calls: list[tuple[Any, str, Callable[..., None]]] = [(*kind, _tell_scaler) for kind in kinds]
         calls += [(kind, "step", _tell_scheduler) for kind in _kinds(LRScheduler)]
         calls += [(torch.autograd, name, _tell_backward) for name in ("backward", "grad")]
-        _RESTORES.extend(_told(*call) for call in calls if call[1] in vars(call[0]))
+        _RESTORES.extend(_showing(*call) for call in calls if call[1] in vars(call[0]))
 
 
 def _unwatch(watcher: _Watcher) -> None:
@@ -305,7 +307,7 @@ def _tell_scaler(scaler: torch.amp.GradScaler, /, optimizer: Optimizer | None = 
         watcher.scaler(scaler, optimizer)
 
 
-def _told(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:
+def _showing(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:
     """Each call shows its arguments to the watchers."""
     function = vars(owner)[name]
     signature = inspect.signature(function)

@@ -57,14 +57,11 @@ def reach(*roots: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         ahead = deque(labelled)
         while ahead and len(found) < _MOST_OBJECTS:
             label, value = ahead.popleft()
-            if id(value) not in found and not is_a(value, *_ENDS) and not _is_left_alone(value):
+            package = type(value).__module__.partition(".")[0]
+            if id(value) not in found and not is_a(value, *_ENDS) and package not in _LEFT_ALONE:
                 found[id(value)] = label, value
                 ahead += [(label + suffix, part) for suffix, part in parts_of(value).items()]
     return [*found.values()]
-
-
-def _is_left_alone(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in _LEFT_ALONE
 
 
 def parts_of(value: Any) -> dict[str, Any]:
@@ -91,7 +88,7 @@ def _parts_of(value: Any) -> dict[str, Any]:
         parts |= {f".{name}": cell for name, cell in cells}
         parts |= {f".{place}": part for place, part in enumerate(value.__defaults__ or ())}
     elif isinstance(value, CellType):
-        parts |= {"": value.cell_contents} if _is_assigned(value) else {}
+        parts |= {"": value.cell_contents}  # fails where nothing is assigned yet: it has no parts then
     elif isinstance(value, MethodType):
         parts |= {"": value.__self__, "()": value.__func__}
     elif type(value).__name__ in _METHODS_IN_C:
@@ -107,13 +104,6 @@ def _parts_of(value: Any) -> dict[str, Any]:
 
 
 _METHODS_IN_C = {"builtin_function_or_method", "cython_function_or_method", "method-wrapper"}
-
-
-def _is_assigned(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 class ObjectState(NamedTuple):

@@ -151,13 +151,13 @@ def replay_compared(
 ) -> tuple[Any, str]:
     """What the eager call returned, and why no replay may stand in for it, if so. State is left as by that call."""
     mode = torch.cuda.get_sync_debug_mode()
+
+    def run_as_asked() -> Any:
+        with sync_mode(mode):
+            return run(call)
+
     with sync_mode("default"):
-        return _compared(captured, call, lambda: _run_in(mode, run, call), written, host)
-
-
-def _run_in(mode: int, run: Callable[[StepCall], Any], call: StepCall) -> Any:
-    with sync_mode(mode):
-        return run(call)
+        return _compared(captured, call, run_as_asked, written, host)
 
 
 def _compared(

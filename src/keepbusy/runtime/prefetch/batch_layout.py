@@ -199,7 +199,9 @@ class BatchLayouts:
 
 def layout_of(tensors: Sequence[Tensor], together: bool = False) -> Layout:
     """The same object for batches of the same kind. `together`: none travels alone, however large and pinned."""
-    kinds = tuple([(one.dtype, one.shape, None if one.is_contiguous() else one.stride()) for one in tensors])
+    kinds = tuple(
+        [(tensor.dtype, tensor.shape, None if tensor.is_contiguous() else tensor.stride()) for tensor in tensors]
+    )
     large, layouts = _layouts_of(kinds)
     pinned = () if together else tuple([index for index in large if tensors[index].is_pinned()])
     if pinned not in layouts:

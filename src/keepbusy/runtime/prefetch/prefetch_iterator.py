@@ -460,7 +460,7 @@ class BatchTransfer:
         """Wait until the loader may have its memory again: all is packed or, where something moves by itself, sent."""
         packed.buffer.wait()
         leaves = [packed.tree.leaves[place] for place in packed.others]
-        return self.send(packed) if any(isinstance(one, Tensor) or moves_itself(one) for one in leaves) else packed
+        return self.send(packed) if any(isinstance(leaf, Tensor) or moves_itself(leaf) for leaf in leaves) else packed
 
     def send(self, packed: PackedBatch | DeviceBatch) -> DeviceBatch:
         """Issue its copies, unless that is done."""
@@ -567,7 +567,7 @@ class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is n
             with torch.cuda.stream(self._loop_stream):  # unusual kinds cannot be recorded on another stream than theirs
                 made = function(*args, **kwargs)
             self._copy_stream.wait_stream(self._loop_stream)
-        self.made += [one for one in tree_leaves(made) if isinstance(one, Tensor) and one.is_cuda]
+        self.made += [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_cuda]
         return made
 
 

@@ -50,13 +50,16 @@ class Example:
         self._gradients, self._norms = dict[str, Tensor](), dict[str, float]()
         for name, one in _gradients(model):
             self._gradients[name], self._norms[name] = one.cpu(), float(one.float().norm())
-        kinds = {one.dtype for one in model.parameters() if one.grad is not None}
-        self._allowed = max((TOLERANCES.get(one, 5e-2) for one in kinds), default=0.0)
-        self.unused = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+        kinds = {weight.dtype for weight in model.parameters() if weight.grad is not None}
+        self._allowed = max((TOLERANCES.get(kind, 5e-2) for kind in kinds), default=0.0)
+        self.unused = [
+            name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None
+        ]
         model.zero_grad()
 
     def _note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        kept = {name: one for name, one in options.items() if "Cache" not in type(one).__name__}  # it grows by each run
+        # a cache grows by each run
+        kept = {name: option for name, option in options.items() if "Cache" not in type(option).__name__}
         self.repeats |= module in self.calls
         self.calls.setdefault(module, (arguments, kept))
 
@@ -68,7 +71,7 @@ class Example:
 
     def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory, uncut: str) -> str:
         """What was compared, as a sentence; raises `NotEqual`. `uncut`: what may be to blame if sequences are cut."""
-        sizes = {one.shape[0] for one in tree_leaves(self._batch) if isinstance(one, Tensor) and one.dim()}
+        sizes = {leaf.shape[0] for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor) and leaf.dim()}
         divides = all(size % layout.data == 0 for size in sizes)
         counted = Traffic()
         try:
@@ -88,15 +91,15 @@ class Example:
                 f"{allowed:g}); between it and the loss something depends on the rows of a batch or is drawn at random"
                 f"{uncut}"
             )
-        if counted.number and (told := theory.differs(counted)):
-            raise NotEqual(f"{layout}: {told}; a module is not run at all, or sends something of its own")
+        if counted.number and (difference := theory.differs(counted)):
+            raise NotEqual(f"{layout}: {difference}; a module is not run at all, or sends something of its own")
         moved = f"; it moves {counted}" if counted.number else ""
         if not any(self._norms.values()):
             return f"nothing could be compared with one process: the example's gradients are all zero{moved}"
         return f"one step equals one process (gradients within {max(far, worst):.1g}, allowed {allowed:g}){moved}"
 
     def _farthest(self, model: nn.Module) -> tuple[float, str]:
-        learned = {name for name, one in model.named_parameters() if one.grad is not None}
+        learned = {name for name, weight in model.named_parameters() if weight.grad is not None}
         missing = next((name for name in self._gradients if name not in learned), None)
         if missing is not None:
             return float("inf"), missing
@@ -110,7 +113,7 @@ class Example:
 
 def _where(error: BaseException, model: nn.Module) -> str:
     """The model's innermost module that failed, and its line."""
-    names = {id(one): name or "the model" for name, one in model.named_modules()}
+    names = {id(module): name or "the model" for name, module in model.named_modules()}
     places = [(frame.f_locals.get("self"), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [(names[id(one)], frame, line) for one, frame, line in places if id(one) in names]
     inside = [one for one in inside if "_call_impl" not in one[1].f_code.co_name]  # PyTorch's, around each module
@@ -138,7 +141,7 @@ def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
     arguments, options = (
         ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
     )
-    buffers = {name: one.clone() for name, one in inner.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in inner.named_buffers()}
     with without_dropout(inner):
         output = model(*arguments, **options)
         loss = _loss_of(output)
@@ -170,19 +173,21 @@ def _loss_of(output: Any) -> Tensor:
     if isinstance(loss, Tensor):
         return loss
     leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
-    tensors = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not tensors:
         raise ValueError(f"the model returned a {type(output).__name__} without a tensor that has a gradient")
-    return torch.stack([one.float().square().mean() for one in tensors]).sum()
+    return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
 
 class FirstStep:
-    """Before the optimizer steps for the first time: each gradient is there, and the same where it must be. What DDP
-    met frozen must stay so."""
+    """Before the optimizer steps for the first time: each gradient is there, and the same where it must be. What was
+    frozen when DDP wrapped it must stay so."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: RankLayout) -> None:
         self._model, self._layout = model, layout
-        self._frozen = {name: one for name, one in model.named_parameters() if layout.wraps and not one.requires_grad}
+        self._frozen = {
+            name: weight for name, weight in model.named_parameters() if layout.wraps and not weight.requires_grad
+        }
         self._done = False
         optimizer.register_step_pre_hook(self._check)
 
@@ -193,15 +198,15 @@ class FirstStep:
                     f"{name} was frozen when the model was spread, and DDP does not send its gradients: each rank "
                     "would train its own; freeze it after spread"
                 )
-        trained = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+        trained = [weight for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad]
         makes_states = all(group.get("lr") == 0 for group in optimizer.param_groups)
-        if not self._done and not makes_states and any(one.grad is not None for one in trained):
+        if not self._done and not makes_states and any(weight.grad is not None for weight in trained):
             self._done = True
             self._check_gradients(trained)
 
     def _check_gradients(self, trained: list[Any]) -> None:
-        names = {id(one): name for name, one in self._model.named_parameters()}
-        if missing := [names[id(one)] for one in trained if one.grad is None]:
+        names = {id(weight): name for name, weight in self._model.named_parameters()}
+        if missing := [names[id(weight)] for weight in trained if weight.grad is None]:
             warnings.warn(
                 f"{len(missing)} parameters got no gradient at the first step, such as {missing[0]}: they do not learn",
                 stacklevel=3,
@@ -210,12 +215,14 @@ class FirstStep:
             remedy = "call the model that spread returned, outside of no_sync()"
             self._same(names, trained, self._layout.data_group, remedy)
         elif self._layout.tensor > 1:
-            whole = [one for one in trained if one.placements[-1].is_replicate()]
+            whole = [weight for weight in trained if weight.placements[-1].is_replicate()]
             self._same(names, whole, self._layout.tensor_group, "give ranks that share layers the same batches")
 
     def _same(self, names: dict[int, str], parameters: list[Any], group: Any, remedy: str) -> None:
         none = torch.zeros((), device=self._layout.device)
-        norms = torch.stack([none if one.grad is None else own_part(one.grad).float().norm() for one in parameters])
+        norms = torch.stack(
+            [none if weight.grad is None else own_part(weight.grad).float().norm() for weight in parameters]
+        )
         low, high = norms.clone(), norms.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
@@ -251,7 +258,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is not typed 
 
 
 def _bytes(value: Any) -> int:
-    return sum(one.nbytes for one in tree_leaves(value) if isinstance(one, Tensor))
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 class Theory:
@@ -275,9 +282,9 @@ class Theory:
         self.number: dict[str, int] = {}
         self.size: Counter[str] = Counter()
         self._layout = layout
-        self._idle = {id(one) for name, one in model.named_parameters() if name in unused}
+        self._idle = {id(weight) for name, weight in model.named_parameters() if name in unused}
         if layout.wraps:
-            self.size["all-reduce"] = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+            self.size["all-reduce"] = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
         elif layout.data > 1:
             self._sharded(model)
         for kind, number in of_layers.items():
@@ -287,7 +294,9 @@ class Theory:
 
     def _sharded(self, model: nn.Module) -> None:
         groups = list(_groups(model))
-        trained = [[one for one in held if one.requires_grad and id(one) not in self._idle] for _, held in groups]
+        trained = [
+            [tensor for tensor in held if tensor.requires_grad and id(tensor) not in self._idle] for _, held in groups
+        ]
         if not self._layout.shard:
             self.size["all-reduce"] = sum(self._padded(held) for held in trained)
             return
@@ -329,7 +338,7 @@ def _groups(model: nn.Module) -> Iterable[tuple[nn.Module, list[Any]]]:
     taken: set[int] = set()
     for module in reversed(list(model.modules())):
         if hasattr(module, "set_requires_gradient_sync"):
-            held = [one for one in module.parameters() if id(one) not in taken]
-            taken |= {id(one) for one in held}
+            held = [weight for weight in module.parameters() if id(weight) not in taken]
+            taken |= {id(tensor) for tensor in held}
             if held:
                 yield module, held

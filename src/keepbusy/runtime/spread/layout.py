@@ -26,7 +26,7 @@ gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Its name since PyTorch 2.13."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankLayout:
     """`data` parts of a batch times `tensor` parts of a layer; `shard` says what is cut among the former."""
 
@@ -36,26 +36,14 @@ class RankLayout:
     mesh: Any
     device: torch.device
 
+    def __post_init__(self) -> None:
+        self.data_rank, self.tensor_rank = map(self.mesh.get_local_rank, ("data", "tensor"))
+        self.data_group, self.tensor_group = map(self.mesh.get_group, ("data", "tensor"))
+
     @property
     def wraps(self) -> bool:
         """Whether DDP carries the gradients; with tensor parallelism FSDP2 does, whose parameters may be DTensors."""
         return self.data > 1 and self.tensor == 1 and self.shard < 2
-
-    @property
-    def data_rank(self) -> int:
-        return int(self.mesh.get_local_rank("data"))
-
-    @property
-    def tensor_rank(self) -> int:
-        return int(self.mesh.get_local_rank("tensor"))
-
-    @property
-    def data_group(self) -> Any:
-        return self.mesh.get_group("data")
-
-    @property
-    def tensor_group(self) -> Any:
-        return self.mesh.get_group("tensor")
 
     @property
     def sharding_mesh(self) -> Any:
@@ -91,17 +79,10 @@ def check_arguments(shard: int, tensor: int | None, plan: Any) -> None:
         )
 
 
-def planned(shard: int, tensor: int | None) -> tuple[int, int | None]:
-    """The layout that `keepbusy plan` tries, or the one asked for."""
-    if asked := os.environ.get("KEEPBUSY_LAYOUT"):
-        shard, tensor = map(int, asked.split(","))
-    return shard, tensor
-
-
 def tell_planner(data: int, shared: bool) -> None:
     """How many parts batches are cut into, or how many ranks bring their own."""
-    if told := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):
-        Path(told).write_text(json.dumps({"data": data, "shared": shared}), encoding="utf-8")
+    if path := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):
+        Path(path).write_text(json.dumps({"data": data, "shared": shared}), encoding="utf-8")
 
 
 def lay_out(shard: int, tensor: int | None) -> RankLayout:
@@ -231,7 +212,7 @@ class HostBatchNorm(nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]  # P
 def synchronise(model: nn.Module, device: torch.device, group: Any) -> int:
     """How many batch norms of the model take their statistics over the ranks of the group from now on."""
     kind = nn.SyncBatchNorm if device.type == "cuda" else HostBatchNorm
-    norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     for one in norms:
         one.__class__, one.process_group = kind, group
     return len(norms)

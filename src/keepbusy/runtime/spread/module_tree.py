@@ -52,14 +52,14 @@ class TrainedNames:
                     }
         if orders:
             self._optimizer.register_state_dict_post_hook(
-                partial(_turned, orders={key: one.argsort() for key, one in orders.items()})
+                partial(_turned, orders={key: order.argsort() for key, order in orders.items()})
             )
             self._optimizer.register_load_state_dict_pre_hook(partial(_turned, orders=orders))
         self.prove(model)
 
     def prove(self, model: nn.Module) -> None:
         """Each of them is what the model trains, not a copy from before."""
-        held = {id(one) for one in model.parameters()}
+        held = {id(weight) for weight in model.parameters()}
         for group, names in zip(self._optimizer.param_groups if self._optimizer else [], self._groups, strict=True):
             for own, name in zip(group["params"], names, strict=True):
                 if id(own) not in held:
@@ -98,8 +98,8 @@ def keep_order(module: nn.Module, order: Tensor) -> None:
 
 def orders_of(model: nn.Module) -> dict[int, Tensor]:
     """Of parameters whose rows lie in another order, by id."""
-    packed = [one for one in model.modules() if "row_order" in vars(one)]
-    return {id(own): one.row_order for one in packed for own in own_weights(one)}
+    packed = [module for module in model.modules() if "row_order" in vars(module)]
+    return {id(own): module.row_order for module in packed for own in own_weights(module)}
 
 
 def _in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any, order: Tensor) -> None:
@@ -115,7 +115,7 @@ def saved_keys(saved: dict[str, Any]) -> list[Any]:
 
 def _turned(optimizer: torch.optim.Optimizer, saved: dict[str, Any], orders: Mapping[int, Tensor]) -> dict[str, Any]:
     """An optimizer's state, whose rows are turned with those of its parameters."""
-    held = [one for group in optimizer.param_groups for one in group["params"]]
+    held = [weight for group in optimizer.param_groups for weight in group["params"]]
     state = dict(saved["state"])
     for key, parameter in zip(saved_keys(saved), held, strict=True):
         if id(parameter) in orders and key in state:
@@ -144,7 +144,11 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost modules of a kind that comes again and again in one list: each is gathered while the one before
     it computes. A parameter that is also held outside its block would be cut apart, so that block is left whole."""
     tied = tied_parameters(model)
-    return {name: block for name, block in _repeated(model, "") if not _shares_with_others(name, block, tied)}
+    return {
+        path: block
+        for path, block in _repeated(model, "")
+        if all(name.startswith(f"{path}.") for weight in block.parameters() for name in tied.get(id(weight), ()))
+    }
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -160,10 +164,6 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(iter(module.parameters()), None) is not None
-
-
-def _shares_with_others(name: str, block: nn.Module, tied: dict[int, list[str]]) -> bool:
-    return any(not other.startswith(f"{name}.") for one in block.parameters() for other in tied.get(id(one), ()))
 
 
 def dropouts_of(model: nn.Module) -> dict[tuple[nn.Module, str], float]:

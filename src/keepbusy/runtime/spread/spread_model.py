@@ -31,7 +31,6 @@ from keepbusy.runtime.spread.layout import (
     gather,
     lay_out,
     own_part,
-    planned,
     ranks_here,
     share,
     synchronise,
@@ -67,7 +66,8 @@ def spread(
     `plan`: patterns of module names that are not to be cut, as in `{"*.attention": "whole"}`; or "sequence", and each
     rank of a tensor group holds a piece of every sequence between the layers that are cut, norms and dropouts as well.
     """
-    shard, tensor = planned(shard, tensor)
+    if asked := os.environ.get("KEEPBUSY_LAYOUT"):  # the layout that `keepbusy plan` tries
+        shard, tensor = map(int, asked.split(","))
     check_arguments(shard, tensor, plan)
     _check_model(model)
     if tensor is not None and tensor > 1 and example is None:
@@ -136,27 +136,33 @@ class _Spreading:
         cut = self._cut(proof, plan)
         blocks = self._wrap(proof, whole)
         trained.repoint(self._inner)
-        told = f"{layout}, {self._local_share():.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
-        told += f", {cut}" if cut else ""
+        weights = list(model.parameters())
+        share_held = sum(own_part(weight).numel() for weight in weights) / max(
+            1, sum(weight.numel() for weight in weights)
+        )
+        done = f"{layout}, {share_held:.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
+        done += f", {cut}" if cut else ""
         if proof is not None:
-            told += f"\nkeepbusy: {self._proven(proof, cut, norms)}"
+            collectives, uncut = (cut.collectives, cut.uncut) if cut else ({}, "")
+            theory = Theory(model, layout, collectives, norms, proof.unused, proof.repeats)
+            done += f"\nkeepbusy: {proof.prove(self.model, model, layout, theory, uncut)}"
         if optimizer is not None:
             FirstStep(model, optimizer, layout)
             if layout.wraps and layout.shard == 1:
                 ShardedStates(optimizer, layout.mesh["data"])
         self._seed()
         if dist.get_rank() == 0:
-            sys.stderr.write(f"keepbusy: {told}\n")
+            sys.stderr.write(f"keepbusy: {done}\n")
 
     def _place(self, module: nn.Module) -> None:
         """On this rank's device, with the values of the first rank: layers that were made with other seeds would be
         trained as a mixture. What is sharded already has its values."""
-        held = [one for one in [*module.parameters(), *module.buffers()] if not isinstance(one, DTensor)]
+        held = [weight for weight in [*module.parameters(), *module.buffers()] if not isinstance(weight, DTensor)]
         with torch.no_grad():
             for one in held:
                 one.data = one.data.to(self._layout.device)
         if held:
-            dist._broadcast_coalesced(dist.group.WORLD, [one.detach() for one in held], 256 << 20, 0)
+            dist._broadcast_coalesced(dist.group.WORLD, [tensor.detach() for tensor in held], 256 << 20, 0)
 
     def _cut(self, proof: Example | None, plan: Any) -> TensorPlan | None:
         """What tensor parallelism cuts."""
@@ -184,22 +190,13 @@ class _Spreading:
         if layout.data == 1:
             return ""
         blocks = {name: one for name, one in blocks_of(model).items() if called is None or one in called}
-        kinds = sorted({type(one).__name__ for one in blocks.values()})
+        kinds = sorted({type(block).__name__ for block in blocks.values()})
         for module in (*blocks.values(), model):
             if not placed:
                 self._place(module)
             again = layout.shard == 3 and module is not model
             fully_shard(module, mesh=layout.sharding_mesh, reshard_after_forward=again)
         return f", in {len(blocks)} blocks ({', '.join(kinds)})" if blocks else ", as one block"
-
-    def _proven(self, proof: Example, cut: TensorPlan | None, norms: int) -> str:
-        collectives, uncut = (cut.collectives, cut.uncut) if cut else ({}, "")
-        theory = Theory(self._inner, self._layout, collectives, norms, proof.unused, proof.repeats)
-        return proof.prove(self.model, self._inner, self._layout, theory, uncut)
-
-    def _local_share(self) -> float:
-        parameters = list(self._inner.parameters())
-        return sum(own_part(one).numel() for one in parameters) / max(1, sum(one.numel() for one in parameters))
 
     def _seed(self) -> None:
         """Ranks with other parts of a batch drop other activations; those of one tensor group drop the same."""
@@ -230,7 +227,7 @@ class ShardedStates:
         optimizer.register_load_state_dict_pre_hook(self._loaded)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [one for group in self._optimizer.param_groups for one in group["params"]]
+        return [weight for group in self._optimizer.param_groups for weight in group["params"]]
 
     def _rows(self, whole: Tensor) -> Tensor:
         """This rank's rows, in the memory of the whole; the last ranks may have fewer, or none."""
@@ -251,7 +248,7 @@ class ShardedStates:
     def _before(self, *_arguments: Any) -> None:
         self._wholes = [group["params"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            wholes, group["params"] = group["params"], [self._parts[id(one)] for one in group["params"]]
+            wholes, group["params"] = group["params"], [self._parts[id(weight)] for weight in group["params"]]
             for whole, part in zip(wholes, group["params"], strict=True):
                 part.grad = None if whole.grad is None else self._seen(whole.grad)
                 self._move_state(whole, part)
@@ -283,12 +280,12 @@ class ShardedStates:
 
     def _gather_together(self, wholes: list[Tensor]) -> None:
         """Padded where rows do not divide."""
-        sizes = [-(-one.shape[0] // self._ranks) * (one.numel() // one.shape[0]) for one in wholes]
-        mine = wholes[0].new_empty(sum(sizes))
-        rows = [self._rows(one).reshape(-1) for one in wholes]
-        torch._foreach_copy_([part[: len(row)] for part, row in zip(mine.split(sizes), rows, strict=True)], rows)
-        gathered = mine.new_empty(self._ranks * len(mine))
-        gather(gathered, mine, group=self._mesh.get_group())
+        sizes = [-(-whole.shape[0] // self._ranks) * (whole.numel() // whole.shape[0]) for whole in wholes]
+        own = wholes[0].new_empty(sum(sizes))
+        rows = [self._rows(whole).reshape(-1) for whole in wholes]
+        torch._foreach_copy_([part[: len(row)] for part, row in zip(own.split(sizes), rows, strict=True)], rows)
+        gathered = own.new_empty(self._ranks * len(own))
+        gather(gathered, own, group=self._mesh.get_group())
         parts = gathered.view(self._ranks, -1).split(sizes, dim=1)
         rows = [part.reshape(-1)[: one.numel()].view_as(one) for part, one in zip(parts, wholes, strict=True)]
         torch._foreach_copy_(wholes, rows)
@@ -302,7 +299,8 @@ class ShardedStates:
 
         wholes = self._parameters()
         states = {
-            key: {name: shown(one, wholes[key]) for name, one in held.items()} for key, held in saved["state"].items()
+            key: {name: shown(tensor, wholes[key]) for name, tensor in held.items()}
+            for key, held in saved["state"].items()
         }
         return saved | {"state": states}
 
@@ -319,7 +317,7 @@ class ShardedStates:
             rows = value.to_local() if isinstance(value, DTensor) else self._rows(value).clone()
             return rows if self._seen == self._rows else self._as_sharded(rows, whole)
 
-        return {name: own(one) for name, one in held.items()}
+        return {name: own(tensor) for name, tensor in held.items()}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

@@ -47,10 +47,10 @@ class TensorPlan:
         self.stretches: list[dict[str, nn.Module]] = []
         """Blocks that hold pieces of the sequences between their regions, by name."""
         self._model, self._layout, self._calls = model, layout, calls
-        self._names = {one: name for name, one in model.named_modules()}
+        self._names = {module: name for name, module in model.named_modules()}
         whole = [one for one, name in self._names.items() if any(fnmatchcase(name, pattern) for pattern in asked)]
-        self._kept = {*tied_parameters(model), *(id(own) for one in whole for own in one.parameters())}
-        self._turns = {one: turn for turn, one in enumerate(calls)}
+        self._kept = {*tied_parameters(model), *(id(own) for module in whole for own in module.parameters())}
+        self._call_order = {module: place for place, module in enumerate(calls)}
         self._decided: dict[str, _Known | None] = {}
         for module, name in reversed(self._names.items()):  # inner ones come first, and one may hold several
             while region := self._next_region(name, module):
@@ -78,10 +78,10 @@ class TensorPlan:
         """What can be cut in a module besides the regions there are. Modules that look alike are tried once."""
         if module not in self._calls or not list(module.children()):
             return None
-        claimed = {one for region in self.regions for one in (*region.columns, region.row)}
+        claimed = {column for region in self.regions for column in (*region.columns, region.row)}
         look = f"{module} {_ways(module)} {[path for path, one in module.named_modules() if one in claimed]}"
         if look not in self._decided:
-            choices = regions_of(name, module, claimed, self._kept, self._layout.tensor, self._turns)
+            choices = regions_of(name, module, claimed, self._kept, self._layout.tensor, self._call_order)
             right = next((one for one in choices if self._is_right(one)), None)
             self._decided[look] = _described(right, module) if right else None
         known = self._decided[look]
@@ -115,7 +115,7 @@ class TensorPlan:
         try:
             found, gradients = _run(region.module, arguments, options, list(parts.values()))
         finally:
-            region.undivide()
+            region.divide(1)
             for handle in handles:
                 handle.remove()
         worst = max(_distance(one, other) for one, other in zip(found, outputs, strict=True))
@@ -145,8 +145,8 @@ class TensorPlan:
         for name, block in blocks_of(self._model).items():
             lists.setdefault(name.rpartition(".")[0], {})[name] = block
         for blocks in lists.values():
-            modules = {one for block in blocks.values() for one in block.modules()}
-            regions = [one for one in self.regions if one.module in modules]
+            modules = {module for block in blocks.values() for module in block.modules()}
+            regions = [region for region in self.regions if region.module in modules]
             if regions and all(block in self._calls for block in blocks.values()):
                 self.stretches.append(blocks)
                 for region in regions:
@@ -158,7 +158,7 @@ class TensorPlan:
     def collectives(self) -> dict[str, int]:
         """Of a step: each region's output and the gradient of its input, each a gather and a scatter where there are
         pieces of sequences; those at a stretch's ends; and those of parameters that compute a part."""
-        on_pieces = 2 * sum(bool(one.gathers) for one in self.regions)
+        on_pieces = 2 * sum(bool(region.gathers) for region in self.regions)
         sums = sum(
             is_summed(self._role(module), name, module in self._on_pieces)
             for module in self._model.modules()
@@ -179,8 +179,8 @@ class TensorPlan:
             f"{name}.{path}" if path else name
             for blocks in self.stretches
             for name, block in blocks.items()
-            for path, one in block.named_modules()
-            if one not in self._region_of and any(own.dim() > 1 for own in own_weights(one))
+            for path, module in block.named_modules()
+            if module not in self._region_of and any(own.dim() > 1 for own in own_weights(module))
         ]
         named = f": {', '.join(readers[:3])}" if readers else ""
         return f"; plan='sequence' gives a piece of each sequence to what is not cut{named}"
@@ -190,11 +190,11 @@ class TensorPlan:
 
     @cached_property
     def _region_of(self) -> dict[nn.Module, Region]:
-        return {one: region for region in self.regions for one in (*region.columns, region.row, *region.inside)}
+        return {column: region for region in self.regions for column in (*region.columns, region.row, *region.inside)}
 
     @cached_property
     def _on_pieces(self) -> set[nn.Module]:
-        return {one for blocks in self.stretches for block in blocks.values() for one in block.modules()}
+        return {module for blocks in self.stretches for block in blocks.values() for module in block.modules()}
 
     def apply(self, random: bool) -> None:
         """Every parameter becomes a DTensor, so that optimizers and clipping never meet two kinds."""
@@ -211,7 +211,7 @@ class TensorPlan:
         for blocks in self.stretches:
             stretch = BlockStretch(next(iter(blocks)), [*blocks.values()], layout.tensor_group, seeds)
             for region in self.regions:
-                if region.gathers == "module" and any(region.module in {*one.modules()} for one in blocks.values()):
+                if region.gathers == "module" and any(region.module in {*block.modules()} for block in blocks.values()):
                     stretch.gather_at(region.module, region.columns[0].in_features)
 
     def _share_parameters(self, module: nn.Module, made: dict[int, nn.Parameter]) -> None:
@@ -240,14 +240,16 @@ def _described(region: Region, module: nn.Module) -> _Known:
     name = {one: path for path, one in module.named_modules()}
     numbers = [(name[one], key) for one, key in region.numbers]
     inside = [name[one] for one in region.inside]
-    return [name[one] for one in region.columns], name[region.row], numbers, inside, region.segments
+    return [name[column] for column in region.columns], name[region.row], numbers, inside, region.segments
 
 
 def _like(known: _Known, name: str, module: nn.Module) -> Region:
     columns, row, numbers, inside, segments = known
     at = module.get_submodule
     values = {(at(path), key): getattr(at(path), key) for path, key in numbers}
-    return Region(name, module, [at(one) for one in columns], at(row), values, {at(one) for one in inside}, segments)
+    return Region(
+        name, module, [at(column) for column in columns], at(row), values, {at(one) for one in inside}, segments
+    )
 
 
 def _part(whole: Tensor, region: Region, owner: nn.Module, name: str, layout: RankLayout) -> Tensor:
@@ -268,11 +270,14 @@ def _run(module: nn.Module, arguments: Any, options: Any, parameters: list[Tenso
     inputs = [one for one in tree_flatten((arguments, options))[0] if isinstance(one, Tensor) and one.requires_grad]
     output = module(*arguments, **options)
     outputs = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor) and one.requires_grad]
-    weights = [torch.linspace(-1, 1, one.numel(), device=one.device).view_as(one).to(one.dtype) for one in outputs]
-    trained = [one for one in parameters if one.requires_grad]
+    weights = [
+        torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output).to(output.dtype)
+        for output in outputs
+    ]
+    trained = [weight for weight in parameters if weight.requires_grad]
     found = iter(torch.autograd.grad(outputs, [*inputs, *trained], weights, allow_unused=True))
-    gradients = [next(found) if one.requires_grad else None for one in [*inputs, *parameters]]
-    return [one.detach() for one in outputs], gradients
+    gradients = [next(found) if input_.requires_grad else None for input_ in [*inputs, *parameters]]
+    return [output.detach() for output in outputs], gradients
 
 
 def _distance(one: Any, other: Any, floor: float = 1e-12) -> float:
@@ -314,12 +319,9 @@ class Region:
         return torch.cat([one.chunk(parts)[rank] for rank in range(parts) for one in rows])
 
     def divide(self, parts: int) -> None:
+        """Heads and widths become those of one part; of one part alone, what they were."""
         for (module, name), value in self.numbers.items():
             setattr(module, name, value // parts)
-
-    def undivide(self) -> None:
-        for (module, name), value in self.numbers.items():
-            setattr(module, name, value)
 
 
 def cut_of(role: str, name: str) -> int | None:
@@ -335,20 +337,20 @@ def is_summed(role: str, name: str, on_pieces: bool) -> bool:
 
 
 def regions_of(
-    name: str, module: nn.Module, claimed: set[nn.Module], kept: set[int], parts: int, turns: Mapping[nn.Module, int]
+    name: str, module: nn.Module, claimed: set[nn.Module], kept: set[int], parts: int, order: Mapping[nn.Module, int]
 ) -> Iterator[Region]:
     """What may be cut in a module, by the shapes of its Linear layers, most likely first; a trial tells if it is right.
 
     All but the last make features of one input, which the last brings together again: queries, keys, values and the
     projection; gate, up and down. Or they follow each other in pairs. One layer may hold several of the features.
-    `turns`: which module was called how early; in which order they were made says less.
+    `order`: which module was called how early; in which order they were made says less.
     """
     layers = [one for one in module.modules() if type(one) is nn.Linear and one not in claimed]
-    layers = [one for one in layers if not any(id(own) in kept for own in one.parameters())]
-    layers.sort(key=lambda one: turns.get(one, -1))
+    layers = [layer for layer in layers if not any(id(own) in kept for own in layer.parameters())]
+    layers.sort(key=lambda one: order.get(one, -1))
     for columns, row in _choices(layers):
         for segments in _segments(columns, row):
-            if not any(rows % parts for rows in (*segments, *(one.out_features for one in columns))):
+            if not any(rows % parts for rows in (*segments, *(column.out_features for column in columns))):
                 for numbers in _numbers(module, columns, row, segments, parts):
                     yield Region(name, module, columns, row, numbers, segments=segments)
 
@@ -365,7 +367,7 @@ def _segments(columns: list[Any], row: Any) -> Iterator[tuple[int, ...]]:
     """How the columns' rows may be meant: as one thing each; or of a single one, as so many things of the row's width,
     as one of it and two narrower ones (keys and values of fewer heads), or head by head."""
     width, narrow = columns[0].out_features, row.in_features
-    if len({one.in_features for one in columns}) > 1 or width < narrow:
+    if len({column.in_features for column in columns}) > 1 or width < narrow:
         return
     if width > narrow and len(columns) == 1:
         if width % narrow == 0:
@@ -389,7 +391,7 @@ def _numbers(
     heads = {place: value for place, value in whole.items() if _HEADS.search(place[1])}
     if any(value % parts for value in heads.values()):
         return []
-    widths = {row.in_features, *segments, *(one.out_features for one in columns)}
+    widths = {row.in_features, *segments, *(column.out_features for column in columns)}
     wide = heads | {place: value for place, value in whole.items() if value in widths}
     return [one for one, _ in itertools.groupby([heads, wide, {}])]
 
@@ -535,15 +537,12 @@ class BlockStretch:
 
         def gathered(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
             given = [*arguments, *options.values()]
-            place = next(number for number, one in enumerate(given) if _is_piece(one, width))
+            is_piece = [isinstance(value, Tensor) and value.dim() == 3 and value.shape[2] == width for value in given]
+            place = is_piece.index(True)
             given[place] = _Exchange.apply(_as_read(given[place]), self._group, *GATHERED)
             return tuple(given[: len(arguments)]), dict(zip(options, given[len(arguments) :], strict=True))
 
         module.register_forward_pre_hook(gathered, with_kwargs=True)
-
-
-def _is_piece(value: Any, width: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 3 and value.shape[2] == width
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
