@@ -418,7 +418,7 @@ def test_reads_that_are_not_split(line: str) -> None:
             out = net(x)  # launches
             criterion(out, y).backward()  # launches
             {line}  # stays
-            loss = criterion(net(x), out)  # launches
+            loss = criterion(net(x), y)  # launches
             loss.backward()  # launches
     """)
     assert new is not None
@@ -518,3 +518,27 @@ def test_a_class_of_the_file_may_do_anything() -> None:
             loss.backward()  # launches
     """)
     assert new is None or "    schedule = Schedule()\n    loss" not in new.partition("def train(")[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "is_captured"),
+    [
+        ("out = model(x)", False),  # its gradients would end at the graph
+        ("out = model(x).detach()", True),
+        ("out = torch.randn(8)", True),
+        ("out = x.square()", True),
+    ],
+)
+def test_a_backward_pass_is_not_captured_without_its_forward_pass(made: str, is_captured: bool) -> None:
+    new = captured(f"""\
+        import torch
+
+        def train(loader, model, optimizer, criterion, log):
+            for x, y in loader:  # loop
+                {made}  # launches
+                rows = chosen(out.tolist())  # stays
+                loss = criterion(out, y[rows])  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+    """)
+    assert ("    loss.backward()" in (new or "").partition("def train")[0]) == is_captured

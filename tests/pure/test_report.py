@@ -339,6 +339,13 @@ def test_counts(number: float, said: str) -> None:
     assert figures.count(number) == said
 
 
+def test_a_long_name_without_a_folder_loses_its_middle() -> None:
+    place = verdict.short_place(Where("sequence_to_sequence_translation.py", 131, exact=True))
+    assert place.startswith("sequence")
+    assert place.endswith(".py:131")
+    assert len(place) <= verdict.LONGEST_PLACE
+
+
 def test_long_names_lose_their_middle() -> None:
     assert words.tame("abcdefghij", 5) == "ab…ij"
     assert words.spot(Where("a/" * 40 + "train.py", 31, exact=True), 17) == "…/a/a/train.py:31"

@@ -293,7 +293,8 @@ def short_place(where: Where) -> str:
     about = "" if where.exact or not where.line else "near "
     room = LONGEST_PLACE - len(line) - len(about)
     if len(path) > room:
-        first, *_, name = path.split("/")
+        folders, _, name = path.rpartition("/")
+        first = folders.partition("/")[0]
         path = next((cut for cut in (f"{first}/…/{name}", f"…/{name}") if first and len(cut) <= room), name)
     return f"{about}{tame(path, room)}{line}"
 

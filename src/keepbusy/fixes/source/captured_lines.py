@@ -240,7 +240,8 @@ class _Function:
                 growing = _GrowingRegion(self, statements, kinds, place)
                 region, place = growing.region, growing.end
                 rest, is_worth_it = statements[place:], self.launches_in(region) >= FEWEST_LAUNCHES
-                if is_worth_it and self._bind(region, rest, path) and not _goes_back(region, rest, path):
+                later = (*region.after, *rest, *(one for outer in reversed(path) for one in outer.following))
+                if is_worth_it and self._bind(region, rest, path) and not _goes_back({*region.made}, later):
                     yield region
                 continue
             for node in statements[place].nodes if kinds[place] == _CaptureKind.MIXED else ():
@@ -406,6 +407,8 @@ class _Function:
         lacking = [name for name in made if name not in flow.defined and name not in given]
         if not known.issuperset([*lacking, *(name for name in needed if name in stored)]):
             return False  # it may have no value yet
+        if any(_goes_back({name}, region.captured) for name in given if self._may_ask_gradient(name, region)):
+            return False  # that backward pass began outside, where a replay has no part in it
         order = [*self._local, *given, *lacking]
         region.given, region.made = sorted({*given, *lacking}, key=order.index), made
         going_back = [statement for statement in region.captured if "backward" in statement.called]
@@ -416,6 +419,22 @@ class _Function:
         }
         region.values = {name for name in asked if self._is_asked_values(name, inside)}
         return True
+
+    def _may_ask_gradient(self, name: str, region: LiftedLines) -> bool:
+        """Whether a model, or a function of the program's own, makes it last before the region, at a line that launches
+        kernels."""
+        stores = [part for part in self._own if isinstance(part, ast.Assign) and name in Uses([part]).stores]
+        before = [part for part in stores if part.lineno < region.captured[0].first]
+        last = max(before, key=lambda part: part.lineno, default=None)
+        if last is None or not Statement([last]).has(self._launching):
+            return False
+        calls = [call.func for call in ast.walk(last) if isinstance(call, ast.Call)]
+        if any(isinstance(made, ast.Attribute) and made.attr in _WITHOUT_GRADIENT for made in calls[:1]):
+            return False
+        loops = [part for part in self._own if isinstance(part, _LOOPS)]
+        values = {stored for loop in loops for stored in Uses([loop]).stores}  # others are there before the loop
+        makers = {base_name(made) for made in calls if isinstance(made, ast.Name) or base_name(made) not in values}
+        return bool(makers - self.file.imported - {*dir(builtins)} - {""})
 
     def _live(self, rest: Sequence[Statement], path: Sequence[_Enclosing]) -> set[str]:
         """Names that are read after the region before they are stored again: further on, in the next iteration, or in
@@ -609,12 +628,11 @@ def _only_returns(function: ast.FunctionDef) -> bool:
     return not function.decorator_list and not acts and not _writes_into(body)
 
 
-def _goes_back(region: LiftedLines, rest: Iterable[Statement], path: Sequence[_Enclosing]) -> bool:
-    """Whether a backward pass that comes later may begin at what the region makes: the graph of gradients ends with a
-    replay."""
-    of_results = {*region.made}
-    further = [statement for outer in reversed(path) for statement in outer.following]
-    for statement in (*region.after, *rest, *further):
+def _goes_back(results: Set[str], statements: Iterable[Statement]) -> bool:
+    """Whether a backward pass in these statements may begin at what comes of these results: the graph of gradients ends
+    with a replay."""
+    of_results = {*results}
+    for statement in statements:
         attributes = [part for part in statement.parts if isinstance(part, ast.Attribute)]
         ends = [part.value for part in attributes if part.attr in _WITHOUT_GRADIENT]
         looked_into = {id(inner) for end in ends for inner in ast.walk(end)}
