@@ -180,7 +180,7 @@ def test_memory_is_flat(machine: Any, then: Any) -> None:
 
 def test_the_host_gets_no_further_ahead_than_its_pinned_memory_lets_it(machine: Any) -> None:
     torch.cuda.synchronize()
-    home, leads = machine.clock._streams[machine.clock.default_stream(0)], []
+    home, leads = machine.clock.queues.streams[machine.clock.queues.default_stream(0)], []
     for index, _ in enumerate(keepbusy.prefetch(batches(20), depth=2)):
         torch.cuda._sleep(LATE)
         if index < 17:  # from here on it has no more to pack, and nothing to wait for

@@ -50,11 +50,12 @@ def test_the_report_names_exact_lines(run) -> None:
 def test_the_next_commands_have_the_programs_arguments(run, tmp_path: Path, warm_python: WarmPython) -> None:
     """Also later, where the run is read from its file; and lines are quoted from the program, not from the file of its
     name that lies there."""
-    done = run(LOOP, "--epochs", "2 3", before=("--clock", "modelled", "--on", "a100", "--save", "run.busy"))
+    made = LOOP.replace("x = torch.randn(512, 64)", 'x = torch.ones(512, 64).to("cuda")').replace('x.to("cuda")', "x")
+    done = run(made, "--epochs", "2 3", before=("--clock", "modelled", "--on", "a100", "--save", "run.busy"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "train.py").write_text("another()\n" * 20)
     later = warm_python.keepbusy("explain", "../run.busy", "--full", cwd=tmp_path / "elsewhere")
-    assert "loss = model(x.to(" in later.stdout
+    assert "torch.ones(512, 64)" in later.stdout
     assert "another()" not in later.stdout
     for verb in ("run --fix", "fix"):
         command = f"  keepbusy {verb} --on a100 train.py --epochs '2 3'\n"
