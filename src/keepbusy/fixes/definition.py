@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from keepbusy.causes import KINDS
 from keepbusy.causes.cause import Finding, FindingBuilder
 from keepbusy.causes.cause_inputs import CauseInputs
 from keepbusy.causes.places import Where, named
@@ -192,5 +191,5 @@ def all_or_nothing(inputs: CauseInputs, usual: Candidate) -> tuple[Edit, Edit]:
     return usual.edit, Edit.nothing(inputs.timeline)
 
 
-WHOLE_LOOP = tuple(name for name in KINDS if name in ("launch_bound", "input_late", "allocator", "host_work"))
+WHOLE_LOOP = ("input_late", "launch_bound", "allocator", "host_work")
 """Causes of a whole loop: wherever it waits, a fix of theirs is one change."""
