@@ -466,7 +466,7 @@ def test_a_long_run_is_counted_to_its_end_where_calls_are_left_out(parts: Path, 
     """
     iterations = int(printed_by(textwrap.dedent(script), parts, tmp_path))
     [process] = read_processes(tmp_path / "log")
-    assert len(process.left_out) >= 1
+    assert len(process.gaps) >= 1
     whole = timeline_in(tmp_path / "log", "script.py")
     assert whole.facts.run is not None
     loops = {part.source: part.turns for part in whole.facts.run.within() if part.kind == LOOP}

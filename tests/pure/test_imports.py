@@ -188,7 +188,7 @@ LINES = {
     "log": 3314,
     "virtual": 10328,
     "causes": 1612,
-    "fixes": 4492,
+    "fixes": 4491,
     "explain": 2514,
     "report": 3444,
     "runtime": 7102,

@@ -41,7 +41,8 @@ def clone(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, goal: str, fails: str = "nothing") -> subprocess.CompletedProcess[str]:
-    command, environment = ["make", goal, "PYTHON=./python"], {**os.environ, "FAILS": fails}
+    command = ["make", "--no-print-directory", goal, "PYTHON=./python"]
+    environment = {**os.environ, "FAILS": fails}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 

@@ -43,7 +43,10 @@ def machine():
 @pytest.fixture(scope="module", autouse=True)
 def empty_clock(machine):
     """As in a forked process: who reads the timeline of a file's tests need not go through all files before it."""
+    from keepbusy.runtime.readback import readback_stream
+
     machine._begin()
+    readback_stream.cache_clear()  # it was one of the clock before
 
 
 @pytest.fixture
