@@ -33,6 +33,6 @@ class Allocations(CauseKind):
         builder.edit.drop[rows] = True
         builder.culprit[rows], builder.count = rows, len(rows)
         for one in inputs.timeline.ranks:  # what the program itself gives back it has to ask for again
-            mine, back = rows[rank[rows] == one], rows[(rank[rows] == one) & inputs.is_given_back[rows]]
+            of_rank, back = rows[rank[rows] == one], rows[(rank[rows] == one) & inputs.is_given_back[rows]]
             if len(back):
-                builder.culprit[mine] = back[np.maximum(np.searchsorted(back, mine, side="right") - 1, 0)]
+                builder.culprit[of_rank] = back[np.maximum(np.searchsorted(back, of_rank, side="right") - 1, 0)]

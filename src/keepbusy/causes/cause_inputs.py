@@ -214,15 +214,15 @@ class CauseInputs:
     @cached_property
     def needs_read(self) -> Ints:
         """Of each row the statement around it that read a value first, and makes of it what goes back to the device in
-        the same turn, as `envs.step(action.cpu())` does, or `kept = suppress(boxes)` of a function that reads; or NONE.
-        The GPU has nothing to do until that is done."""
+        the same iteration, as `envs.step(action.cpu())` does, or `kept = suppress(boxes)` of a function that reads; or
+        NONE. The GPU is idle until that is done."""
         spans, frames = self.timeline.spans, self.timeline.frames
         result, exact = np.full(len(spans), NONE, np.int64), frames.kind == FrameKind.LINE
         after = next_kept(spans.lane, self.command != NONE)  # of each row the next one that launches something
-        turn = np.searchsorted(self.timeline.marks, np.arange(len(spans)), side="right")
+        iteration = np.searchsorted(self.timeline.marks, np.arange(len(spans)), side="right")
         reads = self.is_sync & (spans.direction[self.copy_of_sync] == Direction.DEVICE_TO_HOST)
         back = (self.command != NONE) & (spans.direction[self.command] == Direction.HOST_TO_DEVICE)
-        for read in np.flatnonzero(reads & back[after] & (turn[after] == turn)).tolist():
+        for read in np.flatnonzero(reads & back[after] & (iteration[after] == iteration)).tolist():
             lines = [one for one in frames.around(int(spans.frame[read])) if exact[one]]
             # the outermost statement that is over when the copy begins; else the one that reads and copies
             over = [one for one in lines if frames.end[one] <= spans.start[after[read]]]
@@ -306,9 +306,10 @@ class CauseInputs:
         spans, frames = self.timeline.spans, self.timeline.frames
         free = np.ones(len(frames), bool)
         for lane in np.unique(frames.lane).tolist():
-            mine = np.flatnonzero(frames.lane == lane)
+            of_lane = np.flatnonzero(frames.lane == lane)
             starts = spans.start[(spans.lane == lane) & (self.command != NONE)]
-            free[mine] = np.searchsorted(starts, frames.start[mine]) == np.searchsorted(starts, frames.end[mine])
+            begin, end = frames.start[of_lane], frames.end[of_lane]
+            free[of_lane] = np.searchsorted(starts, begin) == np.searchsorted(starts, end)
         return free
 
     def _frames_by_depth(self) -> list[Ints]:
@@ -326,7 +327,7 @@ class CauseInputs:
         frames = self.timeline.frames
         names = called_alike(self.timeline.names)
         path = np.zeros(len(frames) + 1, np.int64)  # the last place is for frames that stand in none
-        for mine in self.frames_by_depth:
-            above = path[frames.parent[mine]]
-            path[mine] = (above * 1_000_003 + names[frames.name[mine]] + 1) % ((1 << 61) - 1) % (1 << 40)
+        for at_depth in self.frames_by_depth:
+            above = path[frames.parent[at_depth]]
+            path[at_depth] = (above * 1_000_003 + names[frames.name[at_depth]] + 1) % ((1 << 61) - 1) % (1 << 40)
         return path[:-1]

@@ -103,9 +103,9 @@ class BackwardPass:
     def scaled(self, inputs: CauseInputs) -> Ints:
         """What PyTorch launches beside its collectives: into their buckets, and for the mean over the ranks."""
         rows = np.arange(self.first, self.last + 1)
-        mine = inputs.timeline.rank_of_rows[rows] == inputs.timeline.lanes[self.main].rank
+        of_rank = inputs.timeline.rank_of_rows[rows] == inputs.timeline.lanes[self.main].rank
         fills_buckets = inputs.within(Role.GRADIENTS) & inputs.within(Role.SCALES | Role.MOVES)
-        inside = rows[mine & fills_buckets[rows]]
+        inside = rows[of_rank & fills_buckets[rows]]
         return np.concatenate([inside, np.flatnonzero(np.isin(inputs.launch, inside))])
 
     def call_of(self, inputs: CauseInputs, row: int) -> Ints:

@@ -107,8 +107,8 @@ def _device_work(inputs: CauseInputs) -> tuple[Floats, Ints]:
     stretch = np.full(len(timeline), NONE, np.int64)
     for index, one in enumerate(ranks):
         place = np.cumsum(border & (rank == one))
-        mine = timeline.on_device & (spans.kind != Kind.COLLECTIVE) & (rank == one)
-        stretch[mine] = index * width + place[mine]
+        of_rank = timeline.on_device & (spans.kind != Kind.COLLECTIVE) & (rank == one)
+        stretch[of_rank] = index * width + place[of_rank]
     known = stretch != NONE
     spent = np.bincount(stretch[known], spans.work[known], len(ranks) * width).astype(np.float64)
     return spent.reshape(len(ranks), width), stretch
@@ -189,12 +189,13 @@ def host_stretches(timeline: Timeline) -> Stretches | None:
     counted = (spans.meeting == NONE) & (spans.kind != Kind.SYNC) & ~timeline.on_device & ~by_workers(timeline)
     of_row, of_sync = np.full(len(timeline), NONE, np.int64), np.full(len(timeline), NONE, np.int64)
     for index, rank in enumerate(timeline.ranks):
-        mine = timeline.rank_of_rows == rank
-        passed = np.cumsum(borders.rows[mine])  # what follows the last border of a step belongs to the next one's first
+        of_rank = timeline.rank_of_rows == rank
+        # what follows the last border of a step belongs to the next one's first
+        passed = np.cumsum(borders.rows[of_rank])
         step, place = np.divmod(np.minimum(passed, per_step * steps - 1), per_step)
         stretch = (index * per_step + place) * steps + step
-        of_row[mine] = np.where(counted[mine], stretch, NONE)
-        of_sync[mine] = np.where(spans.kind[mine] == Kind.SYNC, stretch, NONE)
+        of_row[of_rank] = np.where(counted[of_rank], stretch, NONE)
+        of_sync[of_rank] = np.where(spans.kind[of_rank] == Kind.SYNC, stretch, NONE)
     known = of_row != NONE
     spent = np.bincount(of_row[known], spans.work[known], len(timeline.ranks) * per_step * steps).astype(np.float64)
     return Stretches(of_row, of_sync, spent.reshape(len(timeline.ranks), per_step, steps))

@@ -83,8 +83,8 @@ def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
     frames = timeline.frames
     if frames.sequence[frame] < 0:
         return []
-    mine = (frames.sequence == frames.sequence[frame]) & (frames.lane == main) & (frames.start < frames.start[frame])
-    return list(timeline.frames.around(int(np.flatnonzero(mine)[-1]))) if mine.any() else []
+    matches = (frames.sequence == frames.sequence[frame]) & (frames.lane == main) & (frames.start < frames.start[frame])
+    return list(timeline.frames.around(int(np.flatnonzero(matches)[-1]))) if matches.any() else []
 
 
 def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
@@ -199,8 +199,8 @@ def places_of_rows(timeline: Timeline) -> tuple[tuple[Where, ...], Ints, Ints]:
     rows = np.flatnonzero(needed[:-1])
     operator = (frames.kind == FrameKind.OPERATOR) & (frames.role & Role.BACKWARD == 0)
     # which frames are lines or functions of the user's own; one more place for no frame
-    mine = np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)) & (frames.owner == Owner.USER)
-    line = np.append(mine, False)
+    is_user_line = np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)) & (frames.owner == Owner.USER)
+    line = np.append(is_user_line, False)
     user, called = np.full(len(frames) + 1, NONE, np.int64), np.full(len(frames) + 1, NONE, np.int64)
     parents, names = frames.parent.tolist(), frames.name.tolist()
     for frame in rows.tolist():
@@ -236,7 +236,7 @@ def _lines_of_forward(timeline: Timeline, rows: Ints, user: Ints, line: Mask) ->
 
 
 def _main_lanes(timeline: Timeline) -> Mapping[int, int]:
-    """Of each rank, the lane on which its turns begin."""
+    """Of each rank, the lane on which its iterations begin."""
     marks = timeline.marks
     lanes = timeline.spans.lane[marks].tolist()
     return {timeline.lanes[lane].rank: lane for lane in reversed(lanes)}
@@ -248,12 +248,12 @@ def _at_the_same_time(timeline: Timeline, place: Ints, line: Mask, of_frame: Int
     host = ~timeline.on_device & (place == NONE)
     for rank, main in _main_lanes(timeline).items():
         rows = np.flatnonzero(host & (timeline.rank_of_rows == rank) & (spans.lane != main))
-        mine = np.flatnonzero(line[:-1] & (frames.lane == main))
-        mine = mine[np.argsort(frames.start[mine], kind="stable")]
-        if not len(rows) or not len(mine):
+        on_main = np.flatnonzero(line[:-1] & (frames.lane == main))
+        on_main = on_main[np.argsort(frames.start[on_main], kind="stable")]
+        if not len(rows) or not len(on_main):
             continue
-        at = np.searchsorted(frames.start[mine], spans.start[rows], side="right") - 1
-        frame = np.where(at >= 0, mine[np.maximum(at, 0)], NONE)
+        at = np.searchsorted(frames.start[on_main], spans.start[rows], side="right") - 1
+        frame = np.where(at >= 0, on_main[np.maximum(at, 0)], NONE)
         for _ in range(64):  # from the innermost that began before, out to one that is still open
             closed = (frame != NONE) & ((frames.end[frame] <= spans.start[rows]) | ~line[frame])
             if not closed.any():

@@ -129,7 +129,7 @@ def _held_by_another(fix: PlannedFix, diagnosis: Diagnosis) -> PlannedFix:
     held = min(others, run.time - run.ran - max(0, run.busy))
     if 2 * held < max(1, fix.run_gain):
         return fix
-    remedy, place = UseProcesses().says(UseProcesses.advice), run.beside[0].place
+    remedy, place = UseProcesses().says(), run.beside[0].place
     reason = (
         f"Other threads of the program ran for {fixed(others, 's', 1)} s, mostly there, and this one for "
         f"{fixed(run.ran, 's', 1)} of {fixed(run.time, 's', 1)} s: only one thread at a time runs Python."
@@ -263,7 +263,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, diagnosis: Diagnosis)
     are = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
     are += f", {use.idle} of them without data," if use.idle else ""
     if use.idle:
-        remedy, name = ShareAmongWorkers().says(ShareAmongWorkers.advice), ShareAmongWorkers.name
+        remedy, name = ShareAmongWorkers().says(), ShareAmongWorkers.name
     else:
         code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
         sentence = f"Use {enough} loader workers. More would hardly help."
@@ -395,7 +395,7 @@ def _prepared(diagnosis: Diagnosis) -> Iterator[Plan]:
             and part.time > max(A_SECOND, NOISE * run.time)
             and not any(one.named in explained for one in part.within())
         ):
-            yield _plan_for_idle_part(part, part.lines, part.waits, PrepareOnce().says(PrepareOnce.advice))
+            yield _plan_for_idle_part(part, part.lines, part.waits, PrepareOnce().says())
 
 
 def _plan_for_idle_part(part: Part, lines: Sequence[LineTime], waits: int, remedy: Remedy = _ON_THE_GPU) -> Plan:

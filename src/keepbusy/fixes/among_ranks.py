@@ -29,8 +29,8 @@ class ShareAmongRanks(Fix):
         "torch.distributed.all_reduce",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if (place.inputs.frame_of_one_rank[place.rows] != NONE).all() else None
+    def applies(self, place: PlacedCause) -> bool:
+        return bool((place.inputs.frame_of_one_rank[place.rows] != NONE).all())
 
 
 class AlignRanks(Fix):
@@ -82,8 +82,8 @@ class SendFromGpuToGpu(Fix):
         "torch.distributed.batch_isend_irecv",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if place.inputs.within(Role.THROUGH_HOST)[_launches(place)].all() else None
+    def applies(self, place: PlacedCause) -> bool:
+        return bool(place.inputs.within(Role.THROUGH_HOST)[_launches(place)].all())
 
 
 def _launches(place: PlacedCause) -> Ints:
@@ -115,8 +115,8 @@ class Accumulate(Fix):
         "keepbusy.accumulate",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if _sent_early(place) and _of_gradients(place) else None
+    def applies(self, place: PlacedCause) -> bool:
+        return _sent_early(place) and _of_gradients(place)
 
     def source_edit(self) -> SourceEdit:
         from keepbusy.fixes.source.last_micro_batch import write_last_travels
@@ -141,8 +141,8 @@ class AverageOnce(Fix):
         "torch.distributed.all_reduce",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if _sent_early(place) else None
+    def applies(self, place: PlacedCause) -> bool:
+        return _sent_early(place)
 
 
 class GatherAhead(Fix):
@@ -156,8 +156,8 @@ class GatherAhead(Fix):
         "torch.distributed.fsdp.fully_shard",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if place.inputs.within(Role.SHARDS)[_launches(place)].any() else None
+    def applies(self, place: PlacedCause) -> bool:
+        return bool(place.inputs.within(Role.SHARDS)[_launches(place)].any())
 
 
 class SizeBuckets(Fix):
@@ -172,8 +172,8 @@ class SizeBuckets(Fix):
         "torch.nn.parallel.DistributedDataParallel",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if _of_gradients(place) else None
+    def applies(self, place: PlacedCause) -> bool:
+        return _of_gradients(place)
 
 
 class TurnOffBroadcasts(Fix):
@@ -188,13 +188,13 @@ class TurnOffBroadcasts(Fix):
         "torch.nn.parallel.DistributedDataParallel",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         """DDP broadcasts them from within its own call."""
         frames, frame = place.inputs.timeline.frames, int(place.inputs.timeline.spans.frame[_launches(place)[0]])
         if frame == NONE or not frames.role[frame] & Role.BROADCASTS:
-            return None
+            return False
         around = takewhile(lambda outer: frames.kind[outer] != FrameKind.PYTHON, frames.around(frame))
-        return self.says(self.advice) if any(frames.role[outer] & Role.DDP_FORWARD for outer in around) else None
+        return any(frames.role[outer] & Role.DDP_FORWARD for outer in around)
 
 
 class ComputeMeanwhile(Fix):
@@ -209,8 +209,8 @@ class ComputeMeanwhile(Fix):
         "torch.distributed.all_reduce",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if _before_gradients(place.inputs, int(_launches(place)[0])) else None
+    def applies(self, place: PlacedCause) -> bool:
+        return _before_gradients(place.inputs, int(_launches(place)[0]))
 
 
 def _before_gradients(inputs: CauseInputs, row: int) -> bool:
@@ -291,7 +291,7 @@ def pipeline_stages(inputs: CauseInputs) -> Iterator[Candidate]:
     pipeline = Pipeline.of(inputs)
     if pipeline is None:
         return
-    remedy, reason = OverlapStages().says(OverlapStages.advice), ""
+    remedy, reason = OverlapStages().says(), ""
     if pipeline.pieces_after != pipeline.pieces:
         advice = CutIntoMicroBatches.advice
         code = advice.code.format(pieces=pipeline.pieces_after)
@@ -314,7 +314,7 @@ class Pipeline(NamedTuple):
     def of(inputs: CauseInputs) -> Pipeline | None:
         """None where ranks exchange messages, and none of them begins its steps with waiting for one.
 
-        Which way those of PyTorch's own schedules go is not told: half of them forward, all of these first.
+        Which way those of PyTorch's own schedules go is not known: half of them forward, all of these first.
         """
         role, rank = (
             np.append(inputs.timeline.frames.role, 0)[inputs.timeline.spans.frame],

@@ -28,12 +28,10 @@ class KeepParametersOnGpu(Fix):
         "torch.distributed.fsdp.fully_shard",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        inputs = place.inputs
-        applies = (
-            _steps_offloaded(place) if place.cause == "host_work" else inputs.within(Role.SHARDS)[place.rows].all()
-        )
-        return self.says(self.advice) if applies else None
+    def applies(self, place: PlacedCause) -> bool:
+        if place.cause == "host_work":
+            return _steps_offloaded(place)
+        return bool(place.inputs.within(Role.SHARDS)[place.rows].all())
 
 
 def _steps_offloaded(place: PlacedCause) -> bool:
@@ -107,10 +105,10 @@ class CopyBeside(Fix):
         "torch.cuda.stream",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         spans, copies = place.inputs.timeline.spans, copies_of(place)
         all_leave = (spans.direction[copies] == Direction.DEVICE_TO_HOST).all()
-        return self.says(self.advice) if all_leave or place.inputs.timeline.facts.runs_once else None
+        return bool(all_leave or place.inputs.timeline.facts.runs_once)
 
 
 class KeepOnDevice(Fix):
@@ -172,8 +170,8 @@ class PinMemory(Fix):
         "torch.Tensor.pin_memory",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if place.inputs.timeline.facts.runs_once else None
+    def applies(self, place: PlacedCause) -> bool:
+        return place.inputs.timeline.facts.runs_once
 
     def source_edit(self) -> SourceEdit:
         from keepbusy.fixes.source.loaders import with_loader_arguments

@@ -30,9 +30,9 @@ class SaveLater(Fix):
         "keepbusy.save_later",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         applies = writes_checkpoint(place.inputs, place.rows)
-        return self.says(self.advice) if applies and (place.cause != "blocking_copy" or goes_to_host(place)) else None
+        return applies and (place.cause != "blocking_copy" or goes_to_host(place))
 
     def source_edit(self) -> SourceEdit:
         from keepbusy.fixes.source.calls import write_save_later
@@ -56,12 +56,12 @@ class PadToFewLengths(Fix):
         "torch.nn.functional.pad",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         """Where it is PyTorch that works, before it launches a kernel: cuDNN looks for one whenever a shape is new."""
         inputs, spans = place.inputs, place.inputs.timeline.spans
         layers = np.append(inputs.frames_with(Role.LAYER) & ~inputs.launch_free, False)
         work = spans.work[place.rows]
-        return self.says(self.advice) if 2 * work[layers[spans.frame[place.rows]]].sum() > work.sum() else None
+        return bool(2 * work[layers[spans.frame[place.rows]]].sum() > work.sum())
 
 
 class CollectBetweenEpochs(Fix):
@@ -76,8 +76,8 @@ class CollectBetweenEpochs(Fix):
         "gc.freeze",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if _takes_as_long_as_the_collector(place) else None
+    def applies(self, place: PlacedCause) -> bool:
+        return _takes_as_long_as_the_collector(place)
 
 
 def _takes_as_long_as_the_collector(place: PlacedCause) -> bool:

@@ -63,7 +63,6 @@ class CreateOnGpu(Fix):
         "torch.tensor",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         moves = place.inputs.within(Role.MOVES)[place.rows]
-        applies = 2 * np.count_nonzero(moves) > len(moves) and waits_in_backward(place)
-        return self.says(self.advice) if applies else None
+        return bool(2 * np.count_nonzero(moves) > len(moves)) and waits_in_backward(place)

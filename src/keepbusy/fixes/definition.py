@@ -141,8 +141,10 @@ class Fix:
     name: ClassVar[str]
     label: ClassVar[str]
     """Its name in reports."""
+    advice: ClassVar[Advice]
+    """What it says, where that is the same everywhere."""
     causes: ClassVar[tuple[str, ...]] = ()
-    """Those for which `remedy_at` asks whether it applies."""
+    """Those for which it is asked whether it applies."""
     usual: ClassVar[Mapping[str, Advice]] = {}
     """Causes for which it is the fix where no other applies."""
     is_one_change: ClassVar[bool] = False
@@ -161,8 +163,12 @@ class Fix:
     """`run --fix` makes it only where it is named: results may differ then, by rounding or by a random seed, or a file
     is there a little later."""
 
+    def applies(self, place: PlacedCause) -> bool:  # noqa: ARG002
+        return False
+
     def remedy_at(self, place: PlacedCause) -> Remedy | None:
         """None where it does not apply."""
+        return self.says() if self.applies(place) else None
 
     def candidate(self, place: PlacedCause, usual: Candidate) -> Candidate:  # noqa: ARG002
         """`usual`: with its cause's edit at its places, of which `place` is the first. What is different here."""
@@ -176,8 +182,8 @@ class Fix:
         """What a person may write, where it is more than keepbusy writes."""
         return self.source_edit()
 
-    def says(self, advice: Advice, blockers: tuple[Where, ...] = ()) -> Remedy:
-        return Remedy(self, *advice, blockers=blockers)
+    def says(self, advice: Advice | None = None, blockers: tuple[Where, ...] = ()) -> Remedy:
+        return Remedy(self, *(advice or self.advice), blockers=blockers)
 
     def usually(self, cause: str) -> Remedy:
         return self.says(self.usual[cause])

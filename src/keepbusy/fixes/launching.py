@@ -29,8 +29,8 @@ class LaunchLess(Fix):
     causes = ("launch_bound",)
     advice = Advice("Compiling or capturing is not worth it for a script that runs once. In a loop it would be.")
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if place.inputs.timeline.facts.runs_once else None
+    def applies(self, place: PlacedCause) -> bool:
+        return place.inputs.timeline.facts.runs_once
 
 
 class Compile(Fix):

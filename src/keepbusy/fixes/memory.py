@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from keepbusy.fixes.definition import Advice, Candidate, Fix, PlacedCause, Remedy, SourceEdit
+from keepbusy.fixes.definition import Advice, Candidate, Fix, PlacedCause, SourceEdit
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.run_facts import RunFacts
 
@@ -23,12 +23,12 @@ class ExpandSegments(Fix):
         "torch.cuda.memory_stats",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         """What is given back within no operator was asked for by the program; else no free piece fitted."""
         rows = place.finding.rows
         role = place.inputs.timeline.spans.role[rows]
         of_device = 2 * np.count_nonzero(role & Role.ASKS_MEMORY) > np.count_nonzero(role & Role.GIVES_BACK == 0)
-        return self.says(self.advice) if of_device and not place.inputs.is_given_back[rows].any() else None
+        return bool(of_device and not place.inputs.is_given_back[rows].any())
 
     def candidate(self, place: PlacedCause, usual: Candidate) -> Candidate:
         return replace(usual, reason=allocator_settings(place.inputs.timeline.facts))

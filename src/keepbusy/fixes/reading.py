@@ -55,8 +55,8 @@ class ReplaceOperation(Fix):
         "operations, such as torch.exp(torch.cumsum(torch.log(x), 0))."
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if waits_in_backward(place) else None
+    def applies(self, place: PlacedCause) -> bool:
+        return waits_in_backward(place)
 
 
 class DropChecks(Fix):
@@ -73,9 +73,9 @@ class DropChecks(Fix):
         "torch.distributions.Distribution.set_default_validate_args",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         validates = (place.inputs.library_role[place.rows] & Role.VALIDATES).any()
-        return self.says(self.advice) if validates else None
+        return bool(validates)
 
 
 class PrintCopy(Fix):
@@ -90,12 +90,12 @@ class PrintCopy(Fix):
         "keepbusy.readback",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         in_library = is_called_in_library(place)
         if in_library is None:
-            return None
+            return False
         rows = place.inputs.shown_at[place.rows][in_library]
-        return self.says(self.advice) if place.inputs.within(Role.PRINTS)[rows].any() else None
+        return bool(place.inputs.within(Role.PRINTS)[rows].any())
 
 
 class CallLessOften(Fix):
@@ -131,8 +131,8 @@ class KeepShapes(Fix):
         "torch.where",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
-        return self.says(self.advice) if called_operator(place) & Role.CHOOSES else None
+    def applies(self, place: PlacedCause) -> bool:
+        return bool(called_operator(place) & Role.CHOOSES)
 
     def source_edit(self) -> SourceEdit:
         from keepbusy.fixes.source.values import write_masked_sums
@@ -206,9 +206,9 @@ class DecideOnGpu(Fix):
         "torch.where",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         run = place.inputs.timeline.facts.run
-        return self.says(self.advice) if run is not None and str(place.where) in run.decides else None
+        return run is not None and str(place.where) in run.decides
 
     def candidate(self, place: PlacedCause, usual: Candidate) -> Candidate:
         return replace(usual, bounds=all_or_nothing(place.inputs, usual))
@@ -227,9 +227,9 @@ class ReadAtOnce(Fix):
         "torch.stack",
     )
 
-    def remedy_at(self, place: PlacedCause) -> Remedy | None:
+    def applies(self, place: PlacedCause) -> bool:
         in_a_row = np.isin(place.rows, [rows[0] for rows in place.inputs.reads_in_a_row]).all()
-        return self.says(self.advice) if in_a_row else None
+        return bool(in_a_row)
 
 
 class Readback(Fix):

@@ -41,17 +41,17 @@ def rounds_at_once(inputs: CauseInputs) -> Iterator[Candidate]:
     there = {place: [one for one in rounds if np.isin(one.first, places[place]).any()] for place in places}
     asked = {place: _remedy_of(inputs, there[place]) for place in places}
     of_tables = [place for place in places if asked[place].fix.name == "one_table"]
-    for mine in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
-        rows = np.concatenate([places[place] for place in mine])
+    for group in filter(None, [of_tables, *([place] for place in places if place not in of_tables)]):
+        rows = np.concatenate([places[place] for place in group])
         edit, limits = expected.only(rows), tuple(one.only(rows) for one in bounds)
-        said, remedy = _launches_in(inputs, [one for place in mine for one in there[place]]), asked[mine[0]]
+        said, remedy = _launches_in(inputs, [one for place in group for one in there[place]]), asked[group[0]]
         if remedy.fix.name == "do_at_once":
             # parameters and tables do not need each other; of others only their author knows, so nothing is expected
             # beyond what launching them takes
             edit = limits[1]
             said += " Where a round needs what the one before it computed, torch.compile is what is left."
         cause = "exposed_collective" if remedy.fix.name == "send_together" else "launch_bound"
-        yield Candidate(remedy, tuple(mine), (cause,), edit, bounds=limits, reason=said)
+        yield Candidate(remedy, tuple(group), (cause,), edit, bounds=limits, reason=said)
 
 
 _SHARDS_OF = re.compile(r"FSDP::.*?(?:\(| for )((?:.+\.)?\d+)\.([^)]+)\)?$")
@@ -71,7 +71,7 @@ def shards_of_blocks(inputs: CauseInputs) -> Iterator[Candidate]:
     reason += f"{len(groups) / per_step:,.0f} blocks."
     limits = tuple(one.edit for one in bounds)
     yield Candidate(
-        ShardBlocks().says(ShardBlocks.advice),
+        ShardBlocks().says(),
         tuple(places),
         ("launch_bound",),
         expected.edit,
@@ -111,11 +111,11 @@ def _layers_of_blocks(inputs: CauseInputs) -> Iterator[CallRounds]:
 
 def _remedy_of(inputs: CauseInputs, rounds: Sequence[CallRounds]) -> Remedy:
     if any(inputs.within(Role.TABLE)[one.first].any() for one in rounds):
-        return OneTable().says(OneTable.advice)
+        return OneTable().says()
     if all(one.sends(inputs) for one in rounds):
-        return SendTogether().says(SendTogether.advice)
+        return SendTogether().says()
     updates = all((inputs.library_role[one.first] & Role.UPDATES != 0).any() for one in rounds)
-    return FuseOptimizer().says(FuseOptimizer.of_rounds) if updates else DoAtOnce().says(DoAtOnce.advice)
+    return FuseOptimizer().says(FuseOptimizer.of_rounds) if updates else DoAtOnce().says()
 
 
 def _launches_in(inputs: CauseInputs, rounds: Sequence[CallRounds]) -> str:
@@ -187,7 +187,7 @@ def rounds_of(inputs: CauseInputs) -> list[CallRounds]:
     """The outermost ones of each call."""
     found = list(_frames_of_rounds(inputs))
     first, others = _rows_in(inputs, [one.first for one in found]), _rows_in(inputs, [one.others for one in found])
-    outer = list(dict.fromkeys(one.call for one in found))  # a call may go on for several turns
+    outer = list(dict.fromkeys(one.call for one in found))  # a call may go on for several iterations
     around = dict(zip(outer, _rows_in(inputs, [np.array([call]) for call in outer]), strict=True))
     launches = inputs.command != NONE
     rounds = []
@@ -268,25 +268,27 @@ def _frames_of_rounds(inputs: CauseInputs) -> Iterator[_Frames]:
     written = np.append(np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)), False)  # no operator's own loop
     known = np.flatnonzero((launching > 0) & written[frames.parent] & ~_dependent(inputs))
     taken = np.zeros(len(frames), bool)
-    for mine in _together(inputs, known):
-        call = int(frames.parent[mine[0]])
-        if len(mine) >= FEWEST_ROUNDS and not any(taken[one] for one in frames.around(call)):
-            found = _of_call(inputs, call, mine, launching)
+    for siblings in _together(inputs, known):
+        call = int(frames.parent[siblings[0]])
+        if len(siblings) >= FEWEST_ROUNDS and not any(taken[one] for one in frames.around(call)):
+            found = _of_call(inputs, call, siblings, launching)
             if found is not None:
-                taken[mine] = True
+                taken[siblings] = True
                 yield found
 
 
 def _together(inputs: CauseInputs, known: Ints) -> list[Ints]:
-    """These frames by the call and the turn that they stand in, the call first that began first. Operators and lines,
-    and calls in which ranks meet, are parted by what is multiplied between two of them: as in the layers of a network,
-    laid out over ranks or called by one line, the second needs what came of the first."""
+    """These frames by call and iteration, the earliest call first. Operators and lines, and calls in which ranks
+    meet, are parted by what is multiplied between two of them: as in the layers of a network, laid out over ranks or
+    called by one line, the second needs the result of the first."""
     frames, timeline = inputs.timeline.frames, inputs.timeline
     rank = timeline.rank_of_lanes[frames.lane]
     products, starts = np.flatnonzero(inputs.frames_with(Role.LAYER)), timeline.spans.start
-    turn, before = np.zeros(len(frames), np.int64), np.zeros(len(frames), np.int64)
+    iteration, before = np.zeros(len(frames), np.int64), np.zeros(len(frames), np.int64)
     for one in timeline.ranks:
-        turn[rank == one] = np.searchsorted(np.sort(starts[timeline.marks_of(one)]), frames.start[rank == one], "right")
+        iteration[rank == one] = np.searchsorted(
+            np.sort(starts[timeline.marks_of(one)]), frames.start[rank == one], "right"
+        )
     for one in np.unique(frames.lane[products]).tolist():
         begun = np.sort(frames.start[products[frames.lane[products] == one]])
         before[frames.lane == one] = np.searchsorted(begun, frames.start[frames.lane == one])
@@ -294,23 +296,23 @@ def _together(inputs: CauseInputs, known: Ints) -> list[Ints]:
     meets[frames.parent[known[_in_which_ranks_meet(inputs)[known]]]] = True
     call = frames.parent[known]
     is_parted = meets[call] | np.isin(frames.kind[known], (FrameKind.OPERATOR, FrameKind.LINE))
-    where = np.stack([frames.start[call], call, turn[known], np.where(is_parted, before[known], 0)])
+    where = np.stack([frames.start[call], call, iteration[known], np.where(is_parted, before[known], 0)])
     places, which = np.unique(where, axis=1, return_inverse=True)
-    return [known[mine] for mine in _grouped(which.ravel(), places.shape[1])]
+    return [known[siblings] for siblings in _grouped(which.ravel(), places.shape[1])]
 
 
-def _of_call(inputs: CauseInputs, call: int, mine: Ints, launching: Ints) -> _Frames | None:
+def _of_call(inputs: CauseInputs, call: int, siblings: Ints, launching: Ints) -> _Frames | None:
     """The number of rounds is the one that explains most of what is launched there."""
-    _, which, entered = np.unique(inputs.path[mine], return_inverse=True, return_counts=True)
+    _, which, entered = np.unique(inputs.path[siblings], return_inverse=True, return_counts=True)
     often = [count for count in sorted(set(entered.tolist())) if count >= FEWEST_ROUNDS]
     if not often:
         return None
-    weight = np.bincount(which, launching[mine])
+    weight = np.bincount(which, launching[siblings])
     times = max(often, key=lambda one: (weight[entered % one == 0].sum(), one))
     order = np.concatenate([np.arange(count) for count in entered])[np.argsort(np.argsort(which, kind="stable"))]
     whole = entered[which] % times == 0
     begins = whole & (order < entered[which] // times)
-    return _Frames(call, times, mine[begins], mine[whole & ~begins])
+    return _Frames(call, times, siblings[begins], siblings[whole & ~begins])
 
 
 def _launching(inputs: CauseInputs) -> Ints:
@@ -332,8 +334,8 @@ def _dependent(inputs: CauseInputs) -> Mask:
         needed &= (inputs.timeline.spans.kind == Kind.COLLECTIVE) & (launch != NONE)
         inner.append(inputs.timeline.spans.frame[launch[needed]])
     backward = np.append(inputs.frames_with(Role.BACKWARD), False)
-    for mine in inputs.frames_by_depth:
-        backward[mine] |= backward[frames.parent[mine]]
+    for at_depth in inputs.frames_by_depth:
+        backward[at_depth] |= backward[frames.parent[at_depth]]
     return frames_around(frames, np.concatenate(inner)) | backward[:-1]
 
 

@@ -464,8 +464,6 @@ def _cause(cause: Cause) -> str:
 
 _MOST_LINES, _ROWS_A_LINE, _ROOM_FOR_A_TREE = 8, 4, (60, 16)
 """Lines that are ours, and rows of the terminal for each; a smaller terminal than this has one."""
-_LEAST_LEAD = 100_000
-"""Below this the host has no lead."""
 
 
 def live_lines(diagnosis: Diagnosis | None, size: tuple[int, int], colour: bool = True) -> list[str]:
