@@ -79,9 +79,6 @@ EXPLAINED = {
     "keepbusy.fixes.capture": (
         Threshold("FEWEST_LAUNCHES", INFINITE, "A graph of fewer than eight launches saves nothing."),
     ),
-    "keepbusy.fixes.launching": (
-        Threshold("LEAST_CAPTURED", INFINITE, "Where graphs hold less than half of the launches: torch.compile."),
-    ),
     "keepbusy.fixes.cpu_work": (
         Threshold(
             "_takes_as_long_as_the_collector",

@@ -140,3 +140,24 @@ def test_a_batch_of_the_host_travels_beside_the_replay() -> None:
     kernels = [one for one in spans if "gemm" in one[0].lower() or "nvjet" in one[0].lower()]
     beside = [one for one in copies if any(begin < one[2] and end > one[1] for _, begin, end in kernels)]
     assert len(beside) >= 4, (len(copies), len(kernels))
+
+
+def test_a_network_that_was_used_outside_with_gradients_is_captured() -> None:
+    """What it computed is still alive, and with it what gathers its gradients, on the default stream."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @graph
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    chosen = []
+    for _ in range(20):
+        x = torch.randn(16, 8, device="cuda")
+        chosen.append(model(x))
+        step(x)
+    assert step.replays > 12, step.report()

@@ -542,3 +542,72 @@ def test_a_backward_pass_is_not_captured_without_its_forward_pass(made: str, is_
                 optimizer.step()  # launches
     """)
     assert ("    loss.backward()" in (new or "").partition("def train")[0]) == is_captured
+
+
+def test_a_method_named_train_is_no_mode() -> None:
+    source = """\
+        import keepbusy
+        def main(policy, replay):
+            for step in range(9):  # loop
+                policy.train(replay, 256)  # stays
+    """
+    assert captured(source.replace("# stays", "# launches")) is not None
+    both = CapturedLines("train.py", "main", ((4, 9),), (4,))
+    assert edited(dedent(source), "graph", [], both, [3]) is None
+
+
+def test_a_backward_pass_takes_its_forward_pass_along() -> None:
+    source = """\
+        import keepbusy
+        import torch.nn.functional as F
+        def main(model, optimizer, loader, writer):
+            for step, x in enumerate(loader):  # loop
+                out = model(x)  # launches
+                loss = F.mse_loss(out, x)  # launches
+                if step % 100 == 0:
+                    writer.add_scalar("loss", loss, step)  # stays
+                    print("steps a second", int(step / (time.time() - begin)))
+                optimizer.zero_grad()
+                loss.backward()  # launches
+                optimizer.step()  # launches
+    """
+    new = captured(source)
+    assert new is not None
+    assert "    loss = captured_main(model, optimizer, x)\n        if step % 100 == 0:\n" in new
+    assert captured(source.replace("print(", "check(")) is None
+
+
+def test_clearing_in_either_branch_belongs_to_the_step() -> None:
+    new = captured("""\
+        import keepbusy
+        def main(model, optimizer, loader, settings):
+            for x in loader:  # loop
+                if settings.fused:
+                    optimizer.zero_grad()  # stays
+                else:
+                    model.zero_grad()
+                model(x).sum().backward()  # launches
+                optimizer.step()  # launches
+    """)
+    assert new is not None
+    assert "def captured_main(model, optimizer, settings, x):\n    if settings.fused:\n" in new
+
+
+def test_a_branch_that_raises_defines_nothing() -> None:
+    new = captured("""\
+        import keepbusy
+        def main(model, optimizer, loader, settings):
+            for x in loader:  # loop
+                if settings.kind == "plain":
+                    out = model(x)  # launches
+                elif settings.kind == "flat":
+                    out = model(x.flatten())
+                else:
+                    raise ValueError(settings.kind)
+                optimizer.zero_grad()
+                out.sum().backward()  # launches
+                optimizer.step()  # launches
+    """)
+    assert new is not None
+    assert "def captured_main(model, optimizer, settings, x):\n    if settings.kind" in new
+    assert "        captured_main(model, optimizer, settings, x)\n" in new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -46,6 +47,17 @@ def test_what_has_no_source_has_a_code_object_without_loops(tmp_path: Path) -> N
     assert codes.of("<string>", "made.here", 9) is code
     (broken := tmp_path / "broken.py").write_text("def f(:")
     assert codes.of(str(broken), "f", 1).co_filename == str(broken)
+
+
+def test_code_is_made_as_the_program_made_it(tmp_path: Path) -> None:
+    """Jumps are known by where they stand in the code: of a run with fixes, in that of the rewritten source."""
+    (path := tmp_path / "program.py").write_text(PROGRAM)
+    codes = CodeObjects(lambda file: Path(file).read_text(), rewritten)
+    assert codes.of(str(path), "<module>", 1).co_consts[0] == "rewritten"
+
+
+def rewritten(source: bytes, file: str) -> CodeType:
+    return compile(b'"rewritten"\n' + source.lstrip(), file, "exec")
 
 
 @pytest.mark.skipif(not IS_COUNTED, reason="Python tells of jumps from 3.12 on")

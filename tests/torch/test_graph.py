@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import graph_loops
 import pytest
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
 
-from keepbusy.runtime.graph.captured_call import CallPattern, StepCall
+from keepbusy.runtime.graph.captured_call import CallPattern, StepCall, renew_gradient_nodes
 from keepbusy.runtime.graph.graphed_step import graph
 from keepbusy.runtime.prefetch.prefetch_iterator import prefetch
 
@@ -326,8 +326,12 @@ def test_calls_of_one_kind_are_told_from_others_by_their_pattern() -> None:
         ((dict(reversed(batch().items())), 3), {"on": True}),
     ]  # fmt: skip
     assert [pattern.tensors_of(other) for other in others] == [None] * len(others)
-    pair = namedtuple("Pair", "x y")(torch.ones(2), 1)
-    assert CallPattern(StepCall((pair,), {})).tensors_of(((pair,), {})) is None  # taken apart every time
+    pair = namedtuple("Pair", "x y")
+    named = CallPattern(StepCall((pair(torch.ones(2), 1),), {}))
+    assert named.tensors_of(((pair(torch.zeros(2), 1),), {})) is not None
+    assert named.tensors_of((((torch.zeros(2), 1),), {})) is None
+    ordered = OrderedDict(x=torch.ones(2))
+    assert CallPattern(StepCall((ordered,), {})).tensors_of(((ordered,), {})) is None  # taken apart every time
 
 
 class Trainer:
@@ -388,6 +392,22 @@ def test_a_scaler_that_is_off_and_checked_distributions_are_captured() -> None:
     assert step.replays > 5, step.report()
 
 
+def test_a_step_within_a_step_is_captured_with_it() -> None:
+    """As it stands outside: a policy that acts in its environment, and is trained on what it did."""
+    model = net()
+    inner = graph(lambda x: model(x).detach())
+
+    @graph
+    def outer(x):
+        return (inner(x) ** 2).sum()
+
+    for x, _ in batches(16):
+        assert torch.equal(outer(x), (model(x).detach() ** 2).sum())
+        assert torch.equal(inner(x), model(x))
+    assert outer.replays > 8, outer.report()
+    assert (inner.calls, inner.replays > 8) == (16, True), inner.report()
+
+
 def test_gradients_of_each_sample() -> None:
     """`torch.func` computes with tensors that have no memory of their own."""
     model = net()
@@ -427,6 +447,31 @@ def test_a_number_that_is_another_at_each_call_is_taken_in() -> None:
     graphed, losses = training(graph)
     assert losses == training(lambda step: step)[1]
     assert graphed.report().startswith("step: 4 replayed, 5 compared, 1 captured, 2 eager")
+
+
+def test_a_number_that_is_another_now_and_then_is_taken_in_later() -> None:
+    """As an entropy weight that every second step updates: it would need a graph for each value."""
+    model = net()
+    graphed = graph(lambda x, weight: (model(x) * weight).detach().sum())
+    weights = [1.0 if at < 4 else 1.0 - at // 2 / 100 for at in range(40)]
+    for (x, _), weight in zip(batches(40), weights, strict=True):
+        assert graphed(x, weight).item() == (model(x) * weight).sum().item()
+    assert graphed.replays > 20, graphed.report()
+
+
+def test_gradients_are_gathered_anew_where_they_were_gathered_before() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    place, version, seen = weight.data_ptr(), weight._version, []
+    weight.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    alive = weight * 2  # holds the node that gathers its gradient
+    before = alive.grad_fn.next_functions[0][0]
+    renew_gradient_nodes([weight])
+    again = weight * 3
+    assert again.grad_fn.next_functions[0][0] is not before
+    alive.sum().backward()
+    again.sum().backward()
+    assert (weight.data_ptr(), weight._version, weight.grad.tolist()) == (place, version, [5.0] * 3)
+    assert seen == [[2.0] * 3, [3.0] * 3]
 
 
 def test_a_number_that_counts_is_not_taken_in() -> None:

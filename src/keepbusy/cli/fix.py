@@ -305,8 +305,9 @@ class CandidateRuns:
         return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
 
     def _run(self, sources: dict[str, str], folder: Path, what: str, about: str) -> None:
-        from keepbusy.fix.source.planned_edits import origins_of, source_of
+        from keepbusy.fix.source.planned_edits import source_of
         from keepbusy.fix.source.proof import ASKED
+        from keepbusy.fixes.source.graphs import origins_of
 
         kept, asked = folder / "run.busy", folder / "asked.json"
         whole = {str(Path(file).resolve()): source for file, source in sources.items()}

@@ -443,6 +443,13 @@ def _fixed(rewriting: Path, diagnosis: Diagnosis) -> list[str]:
     return fixed_lines(made, rewritten_run.graphs_of(rewriting), diagnosis)
 
 
+def _did_something(rewriting: Path) -> bool:
+    """False where all that was made is graphs, and none could stand in for what it was made of."""
+    made = json.loads(rewriting.read_text(encoding="utf-8"))
+    graphs = [line for text in rewritten_run.graphs_of(rewriting) for line in text.splitlines()]
+    return {way for way, _ in made["written"]} != {"graph"} or any(": 0 replayed" not in line for line in graphs)
+
+
 def _keep(timeline: Timeline, options: argparse.Namespace, diagnosis: Diagnosis) -> bool:
     """Whether it is the last run from now on. One with fixes is not: they are made by the plan of one without."""
     from keepbusy.explain.kept_plan import KeptPlan
@@ -484,7 +491,7 @@ def _commands(options: argparse.Namespace, diagnosis: Diagnosis, is_last: bool) 
     can_show = bool(kept) or is_last
     return Commands(
         fix_now="" if options.fix else fixing("run --fix", diagnosis),
-        write_fix=fixing("fix", diagnosis),
+        write_fix=fixing("fix", diagnosis) if not options.fix or _did_something(options.rewriting) else "",
         page=shlex.join(["keepbusy", "show", *kept]) if can_show else "",
         full=shlex.join(["keepbusy", "explain", *kept, "--full"])
         if can_show

@@ -223,6 +223,11 @@ class Diagnosis:
         loops = tuple(replace(one, diagnosis=one.diagnosis.with_turns()) for one in self.loops)
         return replace(self, turns=self.turns or (self.draw() if self.draw else None), loops=loops)
 
+    def usual_of(self, loop: str) -> int:
+        """What an iteration of a loop of the run's tree usually takes; 0 where nobody counted."""
+        part = self.run.loop_at(loop) if self.run is not None and loop else None
+        return max(0, part.usual) if part is not None else 0
+
     @property
     def given(self) -> tuple[int, ...]:
         """All ranks that were read, also those of which little was kept."""

@@ -19,6 +19,8 @@ class KeptPlan:
     plan: tuple[PlannedFix, ...]
     loop: str
     plain_step: int
+    usual: int
+    """What an iteration of that loop usually takes, by the run's own clock; 0 where nobody counted."""
     folder: str
     command: tuple[str, ...]
     sources: tuple[str, ...]
@@ -26,7 +28,7 @@ class KeptPlan:
     @classmethod
     def of(cls, diagnosis: Diagnosis) -> KeptPlan:
         of_run = diagnosis.folder, diagnosis.command, tuple(diagnosis.sources)
-        return cls(diagnosis.plan, diagnosis.loop, diagnosis.plain_step, *of_run)
+        return cls(diagnosis.plan, diagnosis.loop, diagnosis.plain_step, diagnosis.usual_of(diagnosis.loop), *of_run)
 
     def as_json(self) -> str:
         plan = [
@@ -42,7 +44,7 @@ class KeptPlan:
             for one in self.plan
         ]
         of_run = {"folder": self.folder, "command": self.command, "sources": self.sources}
-        return json.dumps({"plan": plan, "loop": self.loop, "step": self.plain_step, **of_run})
+        return json.dumps({"plan": plan, "loop": self.loop, "step": self.plain_step, "usual": self.usual, **of_run})
 
     @classmethod
     def of_json(cls, text: str) -> KeptPlan:
@@ -50,7 +52,7 @@ class KeptPlan:
         try:
             kept = json.loads(text)
             of_run = kept["folder"], tuple(kept["command"]), tuple(kept["sources"])
-            return cls(tuple(map(_planned, kept["plan"])), kept["loop"], kept["step"], *of_run)
+            return cls(tuple(map(_planned, kept["plan"])), kept["loop"], kept["step"], kept["usual"], *of_run)
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no plan ({error})") from None
 

@@ -7,16 +7,19 @@ there has to stay: then the statements of the called function are looked at, and
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from keepbusy.causes.cause import FindingBuilder
 from keepbusy.causes.cause_inputs import IN_A_ROW, CauseInputs
-from keepbusy.causes.places import by_place, named
+from keepbusy.causes.places import Where, by_place, named
 from keepbusy.fixes.definition import CapturedLines, Fix, PlacedCause
 from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Direction, Frames, Ints, Kind, Mask
@@ -50,7 +53,7 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
     a wait that stands beside them, but not from one within what they call."""
     waits = np.flatnonzero(inputs.is_sync & ~inputs.waits_for_large_copy)
     goes, nothing = np.zeros(len(inputs.timeline), bool), FindingBuilder("host_sync", inputs.timeline).finding()
-    by_hand, elsewhere = dict[tuple[str, str], list[Ints]](), list[str]()
+    by_hand, elsewhere, edits = dict[tuple[str, str], list[Ints]](), list[str](), list[tuple[str, Where]]()
     for where, rows in by_place(inputs, waits).items():
         fix = PlacedCause(inputs, nothing, where, rows, fixes).remedy().fix
         comes_often = len(rows) >= IN_A_ROW * inputs.steps
@@ -59,9 +62,10 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
             elsewhere.append(named(fix.name, [where]))
         if goes[rows].any() and not fix.is_gone_in_graph:
             by_hand.setdefault((where.file, where.function), []).append(rows)
+            edits += [(way, where) for way in fix.served_by[:1] if not fix.is_asked_for]
     beside = np.zeros(len(inputs.timeline), bool)
     beside[[row for groups in by_hand.values() for rows in groups for row in rows]] = True
-    found = captured(inputs, goes, beside)
+    found = captured(inputs, goes, beside, edits)
     found = found._replace(first=next(iter(elsewhere), ""))
     within = by_hand.keys() - {(lines.file, lines.function) for lines in found.lines}
     if not within or not found.lines:
@@ -69,11 +73,12 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
     for place in within:
         for rows in by_hand[place]:
             goes[rows] = beside[rows] = False
-    return captured(inputs, goes, beside)._replace(first=found.first)
+    return captured(inputs, goes, beside, edits)._replace(first=found.first)
 
 
-def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask) -> Capture:
-    """`goes`: waits that a fix can take away; `by_hand`: those of them that wait where they are until that is made."""
+def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tuple[str, Where]] = ()) -> Capture:
+    """`goes`: waits that a fix can take away; `by_hand`: those of them that wait where they are until that is made, by
+    these edits of the source as far as keepbusy makes it. Where it can capture anything, only what it can counts."""
     spans, timeline = inputs.timeline.spans, inputs.timeline
     reads = np.zeros(len(spans), bool)  # copies that go with the waits
     reads[inputs.last_launch[goes & (inputs.copy_of_sync != NONE)]] = True
@@ -86,6 +91,13 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask) -> Capture:
     run = _numbers(inputs, stays, parted)
     held = _alike(inputs, launches, run[launches])
     held = held[~np.isin(run[held], _without_forward(inputs, stays, launches, run))]
+    around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs)
+    where = inputs.outermost(~parted | fed)
+    held = held[_at_lines(inputs, where[held])]
+    lines = _lines(inputs, where[held], around)
+    reached = _reached(inputs, held, lines, edits)
+    stays[held[~reached]] = True
+    held = held[reached]
     first, last = (np.full(int(run.max(initial=0)) + 1, NONE, np.int64) for _ in range(2))
     first[run[held][::-1]], last[run[held]] = held[::-1], held
     rows = np.arange(len(spans))
@@ -94,14 +106,66 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask) -> Capture:
     inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
     inside &= ~timeline.on_device & ~stays & ~prepared
     launched = np.append(inside, False)[inputs.launch] & (inputs.launch != NONE)
-    parted = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs)
     return Capture(
         inside | launched,
         inside & inputs.is_sync,
         stays,
         len(held) / max(1, len(launches)),
-        _lines(inputs, inputs.outermost(~parted | fed)[held], parted),
+        lines,
     )
+
+
+def _at_lines(inputs: CauseInputs, statement: Ints) -> Mask:
+    """Whether these frames are lines of a source, if any is; what stands in a backward pass that waits is at none."""
+    frames, names = inputs.timeline.frames, inputs.timeline.names
+    lines = np.array([source_line(name) is not None for name in names], bool)
+    if not lines[frames.name].any():
+        return np.ones(len(statement), bool)
+    return (statement != NONE) & lines[frames.name[statement]]
+
+
+def _reached(
+    inputs: CauseInputs, launches: Ints, lines: Sequence[CapturedLines], edits: Sequence[tuple[str, Where]]
+) -> Mask:
+    """Which of these launches keepbusy can write into graphs; all of them where it can none, or the sources are not
+    here."""
+    files = _sources(inputs, {one.file for one in lines})
+    if not files:
+        return np.ones(len(launches), bool)
+    from keepbusy.fixes.source.graphs import reached_lines
+
+    loop = Where.of(inputs.timeline.facts.loop)
+    held = set[tuple[str, int]]()
+    for file, source in files.items():
+        here = [(way, [at.line]) for way, at in edits if at.file == file]
+        mine = [one for one in lines if one.file == file]
+        held |= {(file, line) for line in reached_lines(source, here, mine, [loop.line] * (loop.file == file))}
+    at = [source_line(name) for name in inputs.timeline.names]
+    in_graphs = _stand_at(inputs, launches, [one is not None and one[:2] in held for one in at])
+    elsewhere = ~_stand_at(inputs, launches, [one is not None and one[0] in files for one in at])
+    result = in_graphs | elsewhere
+    return result if result.any() else ~result
+
+
+def _stand_at(inputs: CauseInputs, launches: Ints, names: Sequence[bool]) -> Mask:
+    """Which of these launches stand in a frame of one of these names, each told whether it counts."""
+    frames, result = inputs.timeline.frames, np.zeros(len(launches), bool)
+    parent, counts = np.append(frames.parent, NONE), np.append(np.array(names, bool)[frames.name], False)
+    frame = inputs.timeline.spans.frame[launches]
+    while (frame != NONE).any():
+        result |= counts[frame]
+        frame = parent[frame]
+    return result
+
+
+def _sources(inputs: CauseInputs, names: Collection[str]) -> dict[str, str]:
+    """Of these files, those that are where the run was begun."""
+    folder, found = inputs.timeline.facts.folder, dict[str, str]()
+    if folder and find_spec("libcst") is not None:
+        for name in names:
+            with suppress(OSError, UnicodeDecodeError):
+                found[name] = (Path(folder) / name).read_bytes().decode()
+    return found
 
 
 def _holds_steps(inputs: CauseInputs) -> Mask:

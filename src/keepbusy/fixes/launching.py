@@ -13,8 +13,6 @@ from keepbusy.timeline.figures import times
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import FrameKind, Kind
 
-LEAST_CAPTURED = 0.5
-"""Of the launches: where graphs hold fewer, capturing is not what to do."""
 MOST_OF_IT = 0.95
 """Of the launches: with more of them in graphs, nobody asks for the rest."""
 COMPILED_AWAY = 0.2
@@ -54,7 +52,7 @@ class Compile(Fix):
     def remedy_at(self, place: PlacedCause) -> Remedy | None:
         if (place.inputs.timeline.spans.kind == Kind.COLLECTIVE).any():
             return self.says(self.among_ranks)
-        if capture_of(place.inputs, place.fixes).share >= LEAST_CAPTURED:
+        if capture_of(place.inputs, place.fixes).share >= COMPILED_AWAY:
             return None
         return self._with_what_stays(place)
 

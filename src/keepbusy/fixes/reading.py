@@ -135,7 +135,7 @@ class KeepShapes(Fix):
         return bool(called_operator(place) & Role.CHOOSES)
 
     def source_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.values import write_masked_sums
+        from keepbusy.fixes.source.calls import write_masked_sums
 
         return SourceEdit(
             "`torch.where(mask, x, 0).sum()` instead of `x[mask].sum()`",

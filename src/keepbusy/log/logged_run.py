@@ -25,6 +25,7 @@ from keepbusy.program.loops.codes import CodeObjects, read_source
 from keepbusy.program.loops.iteration_counts import IterationCounts
 from keepbusy.program.loops.log_gaps import LogGaps
 from keepbusy.program.loops.run_loops import GapSamples, LoopEvidence, with_loops
+from keepbusy.program.script import COMPILE
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import typed
 from keepbusy.timeline.frame_roles import STEP_MARKS
@@ -173,7 +174,7 @@ def _without_gpu(part: Part) -> Part:
 
 def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
     facts, log = process.facts, process.log
-    codes = CodeObjects(read_source)
+    codes = CodeObjects(read_source, COMPILE[-1])
     began = process.began
     samples = _Samples.load(process.folder)
     in_gaps = process.gaps.holds(samples.times)

@@ -62,10 +62,17 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
     rows += [f"graph         {tame(one)}" for one in (graphs[0].splitlines() if graphs else ())]
     rows += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
     rows += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
-    if made["written"] and made["loop"] and made["loop"] == diagnosis.loop:
-        before, now = made["step"], diagnosis.plain_step
+    if made["written"] and (iteration := _iteration(made, diagnosis)):
+        before, now = iteration
         rows.append(f"an iteration  {transition(before, now)}, {change(before, now)}")
     return rows
+
+
+def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int] | None:
+    """Of the loop that the plan is about, before and now: fewer launches may make another one the run's main loop."""
+    if made["usual"] > 0 and (now := diagnosis.usual_of(made["loop"])) > 0:
+        return made["usual"], now
+    return (made["step"], diagnosis.plain_step) if made["loop"] and made["loop"] == diagnosis.loop else None
 
 
 def render_fixed(

@@ -11,8 +11,9 @@ from pathlib import Path
 from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.explain.kept_plan import KeptPlan
-from keepbusy.fix.source.planned_edits import Sources, captured_at, changed_at, edited_files, origins_of, source_of
+from keepbusy.fix.source.planned_edits import Sources, captured_at, changed_at, edited_files, source_of
 from keepbusy.fixes import ASKED_FOR, WRITTEN
+from keepbusy.fixes.source.graphs import origins_of
 from keepbusy.fixes.source.rewriting import edit_of, ways_of
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.files import BadInput
@@ -31,6 +32,8 @@ class Rewriting:
     """Fixes, ` at train.py:31`, and why not."""
     step: int = 0
     """Of the recorded run, an iteration of its loop."""
+    usual: int = 0
+    """The same by the run's own clock, as the run with fixes is timed; 0 where nobody counted."""
     loop: str = ""
 
     def save(self, path: Path) -> None:
@@ -47,7 +50,7 @@ def check_names(without: Sequence[str], also: Sequence[str]) -> None:
 def rewriting_of(kept: KeptPlan, without: Sequence[str] = (), also: Sequence[str] = ()) -> Rewriting:
     """The fixes of the plan in its order, each on top of those before it. One whose results may differ is made only
     where it is named in `also`; a graph, which checks itself as it runs, always."""
-    made, held = Rewriting(step=kept.plain_step, loop=kept.loop), dict[str, str]()
+    made, held = Rewriting(step=kept.plain_step, usual=kept.usual, loop=kept.loop), dict[str, str]()
     loops = kept.loop, *(one.loop for one in kept.plan if one.loop)
     for planned in kept.plan:
         if planned.first:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import tokenize
 from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TypeAlias
 
 from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import PlannedFix
-from keepbusy.fixes.definition import LIFTED, CapturedLines
-from keepbusy.fixes.source.rewriting import changed_lines, edited, lines_of, moved_lines
+from keepbusy.fixes.definition import CapturedLines
+from keepbusy.fixes.source.graphs import lines_in_graphs, with_graphs
+from keepbusy.fixes.source.rewriting import changed_lines, edited, moved_lines
 from keepbusy.program.lines import USER, kind_of
 
 Sources: TypeAlias = dict[str, str]
@@ -44,14 +43,8 @@ def _with_graphs(captured: Sequence[CapturedLines], held: Mapping[str, str], loo
         if not _is_changeable(lines.file):
             continue
         own = source_of(lines.file)
-        now = changed.get(lines.file, held.get(lines.file, own))
-        moved = moved_lines(own, now)
-        left = lines._replace(
-            launching=tuple((moved[line], count) for line, count in lines.launching if line in moved),
-            staying=tuple(moved[line] for line in lines.staying if line in moved),
-        )
-        begins = [moved[at.line] for at in map(Where.of, loops) if at.file == lines.file and at.line in moved]
-        new = edited(now, "graph", [], left, begins)
+        begins = [at.line for at in map(Where.of, loops) if at.file == lines.file]
+        new = with_graphs(own, changed.get(lines.file, held.get(lines.file, own)), lines, begins)
         if new is not None:
             changed[lines.file] = new
     return changed
@@ -90,42 +83,5 @@ def captured_at(held: Mapping[str, str], candidate: Mapping[str, str]) -> list[W
     places = []
     for file in candidate:
         own = source_of(file)
-        known = {one.name for one in _captured_functions(held.get(file, own))}
-        origins = origins_of(candidate[file], own)
-        functions = [one for one in _captured_functions(candidate[file]) if one.name not in known]
-        body = (at for one in functions for at in range(one.body[0].lineno, (one.end_lineno or 0) + 1))
-        new, old = lines_of(candidate[file]), lines_of(own)
-        lines = {origins[at - 1] for at in body if _moved(new[at - 1]) == _moved(old[origins[at - 1] - 1])}
-        places += [Where(file=file, line=line) for line in sorted(lines)]
+        places += [Where(file=file, line=line) for line in lines_in_graphs(own, held.get(file, own), candidate[file])]
     return places
-
-
-def _captured_functions(source: str) -> list[ast.FunctionDef]:
-    return [one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name.startswith(LIFTED)]
-
-
-def origins_of(source: str, own: str) -> list[int]:
-    """Of each line of a rewritten source the line that it is in the user's own. Of a statement that moved, the line
-    where it stood; of what is new, the first line that it stands for or that follows it."""
-    new, old = lines_of(source), lines_of(own)
-    steps = SequenceMatcher(None, new, old, autojunk=False).get_opcodes()
-    found = {at: at - begin + to for what, begin, end, to, _ in steps if what == "equal" for at in range(begin, end)}
-    free: dict[str, list[int]] = {}
-    for at in sorted({*range(len(old))} - {*found.values()}, reverse=True):
-        free.setdefault(_moved(old[at]), []).append(at)
-    for at in (one for one in range(len(new)) if one not in found):
-        if free.get(_moved(new[at])):
-            found[at] = free[_moved(new[at])].pop()
-    for what, begin, end, to, _ in steps:
-        if what == "replace":
-            found = dict.fromkeys(range(begin, end), to) | found
-    origins, following = list[int](), max(0, len(old) - 1)
-    for at in reversed(range(len(new))):
-        following = found.get(at, following)
-        origins.append(following + 1)
-    return origins[::-1]
-
-
-def _moved(line: str) -> str:
-    """The same of a line in both places: in a captured function it stands further left, and `self.loss` is `loss`."""
-    return line.strip().replace("self.", "")

@@ -77,7 +77,8 @@ _PREPARING = (
 """What prepares a batch: it may stand behind captured statements that it stood before, or before those that follow."""
 _COLLECTING = _PREPARING | {
     *("append", "extend", "update", "add", "put", "push", "record", "write", "print", "info", "debug", "warning"),
-    *("log", "add_scalar", "set_postfix", "set_description", "format", "sum", "mean", "exp", "round", "perf_counter"),
+    *("log", "add_scalar", "add_scalars", "set_postfix", "set_description", "format", "sum", "mean", "exp", "round"),
+    *("perf_counter", "time", "monotonic"),
 }
 """What keeps and shows results: it may stand behind captured statements that it stood before."""
 _SETS_UP = {"train", "eval", "zero_grad", "unscale_", "parameters"}
@@ -89,7 +90,7 @@ _READING = {"item", "tolist", "cpu", "numpy", "float", "int"}
 _STAYING = (
     *(ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom),
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.AsyncFor, ast.AsyncWith),
-    *(ast.While, ast.Try, ast.Match, ast.Delete, ast.Raise, ast.NamedExpr),
+    *(ast.While, ast.Try, ast.Match, ast.Delete, ast.NamedExpr),
 )
 _JUMPS = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Try, ast.While)
 _ACTING = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Assert, ast.FunctionDef)
@@ -217,8 +218,12 @@ class _Function:
         """`scopes`: the file, and the functions within one another down to this one."""
         self.node, self._around = scopes[-1], scopes[:-1] or scopes
         self.file = _File(self._around)
-        self._launching, self._staying, self._loops = dict(lines.launching), lines.staying, loops
+        self._launching, self._loops = dict(lines.launching), loops
         self._own = own_nodes(self.node)
+        # they take their time in Python, and are nothing but what a graph does without
+        set_up = [node for node in self._own if isinstance(node, ast.Expr) and _only_sets_up(node.value)]
+        self._staying = [line for line in lines.staying if not _stands_in(set_up, line)]
+        self._gradless = [part for part in self._own if isinstance(part, ast.With) and _is_without_gradient(part)]
         self._counters = {name for part in self._own for name in _counters_of(part)}
         self._local, self._shared = local_names(self.node), shared_names(self._own)
 
@@ -261,12 +266,9 @@ class _Function:
 
     def _stays(self, statement: Statement) -> bool:
         """Whether no graph can hold it."""
-        called = statement.called
-        # it takes its time in Python, and is nothing but what a graph does without
-        only_sets_up = called and called <= _SETS_UP and not _is_compound(statement)
         return (
-            (statement.has(self._staying) and not only_sets_up)
-            or (self.file.cycles_momentum and called == {"step"})
+            statement.has(self._staying)
+            or (self.file.cycles_momentum and statement.called == {"step"})
             or any(isinstance(node, _LOOPS) and node.lineno in self._loops for node in statement.nodes)
             or not self._can_move(statement)
             or self._counts_in(statement)
@@ -407,7 +409,8 @@ class _Function:
         lacking = [name for name in made if name not in flow.defined and name not in given]
         if not known.issuperset([*lacking, *(name for name in needed if name in stored)]):
             return False  # it may have no value yet
-        if any(_goes_back({name}, region.captured) for name in given if self._may_ask_gradient(name, region)):
+        first = region.captured[0].first
+        if any(_goes_back({name}, region.captured) for name in given if self._may_ask_gradient(name, first)):
             return False  # that backward pass began outside, where a replay has no part in it
         order = [*self._local, *given, *lacking]
         region.given, region.made = sorted({*given, *lacking}, key=order.index), made
@@ -420,13 +423,13 @@ class _Function:
         region.values = {name for name in asked if self._is_asked_values(name, inside)}
         return True
 
-    def _may_ask_gradient(self, name: str, region: LiftedLines) -> bool:
-        """Whether a model, or a function of the program's own, makes it last before the region, at a line that launches
-        kernels."""
+    def _may_ask_gradient(self, name: str, line: int) -> bool:
+        """Whether a model, or a function of the program's own, makes it last before this line, at one that launches
+        kernels; or what it is made of."""
         stores = [part for part in self._own if isinstance(part, ast.Assign) and name in Uses([part]).stores]
-        before = [part for part in stores if part.lineno < region.captured[0].first]
+        before = [part for part in stores if part.lineno < line]
         last = max(before, key=lambda part: part.lineno, default=None)
-        if last is None or not Statement([last]).has(self._launching):
+        if last is None or not Statement([last]).has(self._launching) or _stands_in(self._gradless, last.lineno):
             return False
         calls = [call.func for call in ast.walk(last) if isinstance(call, ast.Call)]
         if any(isinstance(made, ast.Attribute) and made.attr in _WITHOUT_GRADIENT for made in calls[:1]):
@@ -434,7 +437,9 @@ class _Function:
         loops = [part for part in self._own if isinstance(part, _LOOPS)]
         values = {stored for loop in loops for stored in Uses([loop]).stores}  # others are there before the loop
         makers = {base_name(made) for made in calls if isinstance(made, ast.Name) or base_name(made) not in values}
-        return bool(makers - self.file.imported - {*dir(builtins)} - {""})
+        if makers - self.file.imported - {*dir(builtins)} - {""}:
+            return True
+        return any(self._may_ask_gradient(one, last.lineno) for one in Uses([last.value]).loads)
 
     def _live(self, rest: Sequence[Statement], path: Sequence[_Enclosing]) -> set[str]:
         """Names that are read after the region before they are stored again: further on, in the next iteration, or in
@@ -541,6 +546,21 @@ class _GrowingRegion:
 
 def _is_compound(statement: Statement) -> bool:
     return any(hasattr(node, "body") for node in statement.nodes)
+
+
+def _only_sets_up(value: ast.expr) -> bool:
+    """`optimizer.zero_grad()`; not `policy.train(replay_buffer, 256)`."""
+    calls = [part for part in ast.walk(value) if isinstance(part, ast.Call)]
+    return bool(calls) and Uses([value]).called <= _SETS_UP and all(len(call.args) <= 1 for call in calls)
+
+
+def _stands_in(nodes: Iterable[ast.stmt], line: int) -> bool:
+    return any(Statement([node]).has([line]) for node in nodes)
+
+
+def _is_without_gradient(block: ast.With) -> bool:
+    called = Uses([item.context_expr for item in block.items]).called
+    return bool(called & {"no_grad", "inference_mode"})
 
 
 def _names_itself(node: ast.AST) -> bool:

@@ -90,7 +90,8 @@ class Flow(ast.NodeVisitor):
         self._visit_all(node.body)
         after, self.defined = self.defined, before
         self._visit_all(node.orelse)
-        self.defined &= after
+        if _goes_on(node.body):
+            self.defined = self.defined & after if _goes_on(node.orelse) else after
 
     def visit_For(self, node: ast.For) -> None:
         self._read(node.iter)
@@ -125,6 +126,11 @@ class Flow(ast.NodeVisitor):
         names = Uses(nodes).stores
         self.stored |= names
         self.defined |= set(names)
+
+
+def _goes_on(block: Sequence[ast.stmt]) -> bool:
+    """Whether what follows it may run after it."""
+    return not block or not isinstance(block[-1], ast.Raise | ast.Return | ast.Continue | ast.Break)
 
 
 class Statement:

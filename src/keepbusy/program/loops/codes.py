@@ -63,14 +63,21 @@ def read_source(file: str) -> str:
     return TEXTS[file] if file in TEXTS else "".join(linecache.getlines(file))
 
 
+def compiled_as_written(source: bytes, file: str) -> CodeType:
+    return compile(source, file, "exec", dont_inherit=True)
+
+
 _UNKNOWN = compile("0", "", "eval")
 
 
 class CodeObjects:
     """The code objects of a program that ran in another process: its sources are compiled once more."""
 
-    def __init__(self, read: Callable[[str], str]) -> None:
-        self._read = read
+    def __init__(
+        self, read: Callable[[str], str], compiled: Callable[[bytes, str], CodeType] = compiled_as_written
+    ) -> None:
+        """`compiled`: how the program's process made code of a source: a run with fixes does so of another one."""
+        self._read, self._compiled = read, compiled
         self._found: dict[tuple[str, str, int], CodeType] = {}
         self._in_file: dict[str, dict[str, list[CodeType]]] = {}
         self._placeholders: dict[tuple[str, str], CodeType] = {}
@@ -98,7 +105,7 @@ class CodeObjects:
             known = self._in_file[file] = defaultdict(list)
             try:
                 text = self._read(file)
-                module = compile(text, file, "exec", dont_inherit=True) if text else None
+                module = self._compiled(text.encode(), file) if text else None
             except (SyntaxError, ValueError):
                 module = None
             for code in _within(module) if module is not None else ():

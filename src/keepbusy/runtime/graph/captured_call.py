@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ class StepCall:
 class CallPattern:
     """What calls look like that are of the same kind as one before, found without taking each apart anew.
 
-    Arguments in other containers than plain tuples, lists and dicts are taken apart every time.
+    Arguments in other containers than tuples, named or not, lists and dicts are taken apart every time.
     """
 
     def __init__(self, call: StepCall) -> None:
@@ -115,7 +116,7 @@ _TENSOR: Any = object()
 
 def _shape_of(value: Any, leaves: list[Any]) -> Any:
     kind = value.__class__
-    if kind is dict or kind is tuple or kind is list:
+    if kind is dict or kind is list or (issubclass(kind, tuple) and (kind is tuple or hasattr(kind, "_fields"))):
         parts = [_shape_of(one, leaves) for one in (value.values() if kind is dict else value)]
         return _Shape(kind, list(value) if kind is dict else None, parts, all(part is _TENSOR for part in parts))
     leaves.append(value)
@@ -191,9 +192,27 @@ class EagerStream:
         self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
-                return call.run(self.step)
+                return self.run_here(call)
         finally:
             current.wait_stream(self.stream)
+
+    def run_here(self, call: StepCall, tensors: list[Tensor] | None = None) -> Any:
+        """On the current stream. What it calls that has graphs of its own runs as it is written: a graph holds no
+        other."""
+        thread = get_ident()
+        _RUNNING.add(thread)
+        try:
+            return call.run(self.step, tensors)
+        finally:
+            _RUNNING.discard(thread)
+
+
+_RUNNING = set[int]()
+"""Threads that run a step which is, or will be, captured as a whole."""
+
+
+def is_within_another() -> bool:
+    return bool(_RUNNING) and get_ident() in _RUNNING
 
 
 class Inputs:
@@ -308,7 +327,7 @@ def capture_call(call: StepCall, eager: EagerStream, participants: Participants,
     inputs, restores = Inputs(call.tensors), rollback_to_now(participants)
     try:
         with participants.watching() as gradients:
-            graph, returned = capture(lambda: call.run(eager.step, inputs.static), eager.stream)
+            graph, returned = capture(lambda: eager.run_here(call, inputs.static), eager.stream)
         outputs = Outputs(returned)
     except Uncapturable:
         for restore in (gradients.restore, *restores):
@@ -318,6 +337,23 @@ def capture_call(call: StepCall, eager: EagerStream, participants: Participants,
     held = gradients.held()
     gradients.restore()  # nothing has run yet: those that the step will leave behind hold no values
     return CapturedCall(graph, inputs, outputs, held, alive, CallPattern(call))
+
+
+LEGACY_STREAM = "legacy stream depend on a capturing"
+"""What CUDA says of a capture that waits for the default stream."""
+
+
+def renew_gradient_nodes(leaves: Collection[Tensor]) -> None:
+    """Let autograd make anew what gathers their gradients, on the stream that it is used on next.
+
+    It is made where a tensor is first used, and lives on with whatever was computed there: a network that chose an
+    action with gradients on gathers them on the default stream, which a capture must not touch. A tensor that was of
+    another type meanwhile gets a new one.
+    """
+    for leaf in leaves:
+        own = leaf.data
+        leaf.data = own.new_empty(0, dtype=torch.float32 if own.dtype == torch.float64 else torch.float64)
+        leaf.data = own
 
 
 class Uncapturable(Exception):  # noqa: N818 -- it is a finding, and always caught

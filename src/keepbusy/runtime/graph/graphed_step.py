@@ -26,11 +26,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
 from keepbusy.runtime.graph.captured_call import (
+    LEGACY_STREAM,
     CapturedCall,
     EagerStream,
     StepCall,
     Uncapturable,
     capture_call,
+    is_within_another,
+    renew_gradient_nodes,
 )
 from keepbusy.runtime.graph.host_state import (
     HostChange,
@@ -57,6 +60,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
+OFTEN_ANOTHER = 3
+"""So many values of a float argument show that it has one of its own at most calls."""
 UNSTEADY_CALLS = 4
 """So many calls of a kind may change something on the host that none before them changed."""
 BACKWARD_LATER = "its backward pass comes later, where a replay has no part; call backward inside the step"
@@ -371,6 +376,8 @@ class StepGraphs:
         """Whether optimizers do: from the first capture on. A step that is never captured is as it always was."""
         self._changed: dict[Any, set[StateKey]] = {}
         self._unsteady: Counter[Any] = Counter()
+        self._numbers: dict[int, set[Any]] = {}
+        """What numbers among the arguments were, by their places among the leaves."""
         self._forget()
         if rehearsal.kind is not None:
             self._capturable[rehearsal.kind] = True
@@ -404,6 +411,9 @@ class StepGraphs:
                 raise Uncapturable("its weights, buffers or modules are others again and again; write to them in place")
         call = StepCall(given[0], given[1], self._changing)
         kind = (*call.kind, *self._key.kind())
+        if kind not in self._capturable and self._takes_in_more(call, kind):
+            call = StepCall(given[0], given[1], self._changing)
+            kind = (*call.kind, *self._key.kind())
         self._recent = captured = self._captured.get(kind)
         if captured is not None:
             self._is_in_place = self._key.has_in_place(captured.gradients)
@@ -414,6 +424,22 @@ class StepGraphs:
             case True:
                 return self._with_schedules(lambda: self._capture(call, kind))
         return self._eager(call)
+
+    def _takes_in_more(self, call: StepCall, kind: Any) -> bool:
+        """Whether graphs take in a number from here on which they kept so far: nothing else is new, and it was another
+        often enough."""
+        places = [place for place, number in call.numbers().items() if type(number) is float]
+        for known in self._capturable:
+            new = {at for at, (one, other) in enumerate(zip(kind, known, strict=False)) if one != other}
+            if len(known) == len(kind) and new <= {1 + place for place in places}:
+                for place in places:
+                    self._numbers.setdefault(place, set()).update((kind[1 + place], known[1 + place]))
+        more = {place for place in places if len(self._numbers.get(place, ())) >= OFTEN_ANOTHER}
+        if more:
+            self._changing |= more
+            self._numbers.clear()
+            self._forget()
+        return bool(more)
 
     def run_timed(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """The same, as long as it is open whether replays are worth while."""
@@ -511,8 +537,7 @@ class StepGraphs:
                 warm_up(optimizer, self._eager_stream.stream)
         before = self._host.read()
         try:
-            with self._rates.on_device(), self._written.watching(is_captured=True):
-                captured = capture_call(call, self._eager_stream, self._participants, [before, *self._key.held()])
+            captured = self._captured_once(call, [before, *self._key.held()])
         except Uncapturable as reason:
             self._schedules.steps.clear()
             if not self._captured:
@@ -528,6 +553,16 @@ class StepGraphs:
             captured.schedules = [*self._schedules.steps]
             self._captured[kind] = captured
         return captured.replay_filled(call.tensors)
+
+    def _captured_once(self, call: StepCall, alive: list[Any]) -> CapturedCall:
+        with self._rates.on_device(), self._written.watching(is_captured=True):
+            try:
+                return capture_call(call, self._eager_stream, self._participants, alive)
+            except Uncapturable as reason:
+                if LEGACY_STREAM not in str(reason):
+                    raise
+            renew_gradient_nodes(self._participants.gathering())
+            return capture_call(call, self._eager_stream, self._participants, alive)
 
     def _warn_full(self, call: StepCall, kind: Any) -> None:
         if not self._full:
@@ -572,6 +607,8 @@ class Graphed(Generic[P, R]):
         self._call: Callable[..., Any] = self._first
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
+        if is_within_another():
+            return self._step(*arguments, **options)
         return self._call(*arguments, **options)
 
     @property

@@ -1,0 +1,76 @@
+"""Graphs written into a source that other fixes may have changed before, and the lines that they hold then."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
+
+from keepbusy.fixes.definition import LIFTED, CapturedLines
+from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines
+
+
+def with_graphs(own: str, now: str, lines: CapturedLines, loops: Iterable[int]) -> str | None:
+    """What `now` becomes. `lines` and `loops` are the user's own file's."""
+    moved = moved_lines(own, now)
+    left = lines._replace(
+        launching=tuple((moved[line], count) for line, count in lines.launching if line in moved),
+        staying=tuple(moved[line] for line in lines.staying if line in moved),
+    )
+    return edited(now, "graph", [], left, [moved[line] for line in loops if line in moved])
+
+
+def reached_lines(
+    own: str, edits: Iterable[tuple[str, Sequence[int]]], captured: Iterable[CapturedLines], loops: Sequence[int]
+) -> list[int]:
+    """The user's lines that graphs hold once these edits are made, and then these lines are captured."""
+    now = own
+    for way, lines in edits:
+        moved = moved_lines(own, now)
+        now = edited(now, way, [moved[line] for line in lines if line in moved]) or now
+    before = now
+    for one in captured:
+        now = with_graphs(own, now, one, loops) or now
+    return lines_in_graphs(own, before, now)
+
+
+def lines_in_graphs(own: str, before: str, now: str) -> list[int]:
+    """The user's lines that stand in captured functions now, and did not before."""
+    known = {one.name for one in _captured_functions(before)}
+    functions = [one for one in _captured_functions(now) if one.name not in known]
+    body = [at for one in functions for at in range(one.body[0].lineno, (one.end_lineno or 0) + 1)]
+    if not body:
+        return []
+    origins, new, old = origins_of(now, own), lines_of(now), lines_of(own)
+    return sorted({origins[at - 1] for at in body if _moved(new[at - 1]) == _moved(old[origins[at - 1] - 1])})
+
+
+def _captured_functions(source: str) -> list[ast.FunctionDef]:
+    return [one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name.startswith(LIFTED)]
+
+
+def origins_of(source: str, own: str) -> list[int]:
+    """Of each line of a rewritten source the line that it is in the user's own. Of a statement that moved, the line
+    where it stood; of what is new, the first line that it stands for or that follows it."""
+    new, old = lines_of(source), lines_of(own)
+    steps = SequenceMatcher(None, new, old, autojunk=False).get_opcodes()
+    found = {at: at - begin + to for what, begin, end, to, _ in steps if what == "equal" for at in range(begin, end)}
+    free: dict[str, list[int]] = {}
+    for at in sorted({*range(len(old))} - {*found.values()}, reverse=True):
+        free.setdefault(_moved(old[at]), []).append(at)
+    for at in (one for one in range(len(new)) if one not in found):
+        if free.get(_moved(new[at])):
+            found[at] = free[_moved(new[at])].pop()
+    for what, begin, end, to, _ in steps:
+        if what == "replace":
+            found = dict.fromkeys(range(begin, end), to) | found
+    origins, following = list[int](), max(0, len(old) - 1)
+    for at in reversed(range(len(new))):
+        following = found.get(at, following)
+        origins.append(following + 1)
+    return origins[::-1]
+
+
+def _moved(line: str) -> str:
+    """The same of a line in both places: in a captured function it stands further left, and `self.loss` is `loss`."""
+    return line.strip().replace("self.", "")
