@@ -611,3 +611,21 @@ def test_a_branch_that_raises_defines_nothing() -> None:
     assert new is not None
     assert "def captured_main(model, optimizer, settings, x):\n    if settings.kind" in new
     assert "        captured_main(model, optimizer, settings, x)\n" in new
+
+
+def test_what_is_made_without_gradients_may_be_trained_on_outside() -> None:
+    source = """\
+        import keepbusy
+        def main(target, model, loader):
+            for x in loader:  # loop
+                with torch.no_grad():
+                    aim = target(x)  # launches
+                    aim = aim.clamp(0, 1)  # launches
+                    check(aim)  # stays
+                loss = model(x.to("cuda"), aim)  # stays
+                loss.backward()  # stays
+    """
+    new = captured(source)
+    assert new is not None
+    assert "def captured_main(target, x):\n    aim = target(x)\n    aim = aim.clamp(0, 1)\n    return aim\n" in new
+    assert captured(source.replace("torch.no_grad()", "torch.autocast('cuda')")) is None

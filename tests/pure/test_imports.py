@@ -188,7 +188,7 @@ LINES = {
     "log": 3315,
     "virtual": 10328,
     "causes": 1614,
-    "fixes": 4652,
+    "fixes": 4666,
     "explain": 2521,
     "report": 3449,
     "runtime": 7175,

@@ -313,13 +313,15 @@ def _alike(inputs: CauseInputs, launches: Ints, run: Ints) -> Ints:
 
 
 def _without_forward(inputs: CauseInputs, stays: Mask, launches: Ints, run: Ints) -> Ints:
-    """Runs of backward passes most of whose forward pass stands in other runs, and those runs: a graph holds both."""
+    """Runs of backward passes most of whose forward pass stands in other runs, and runs that are mostly that: a graph
+    holds both. What else a run launches may need no gradients."""
     backward, optimizer = (inputs.within(role)[launches] for role in (Role.BACKWARD, Role.OPTIMIZER))
     step = np.searchsorted(inputs.timeline.marks_of(inputs.timeline.ranks[0]), launches, side="right")
     kind = np.where(optimizer, 2, np.where(backward, 1, 0)) + 3 * step
     edges = [*(np.flatnonzero(np.diff(kind)) + 1).tolist(), len(launches)]
     before, cut, piece = 0, list[Ints](), np.cumsum(stays)[launches]
     number, lane = run[launches], inputs.timeline.spans.lane[launches]
+    counts = np.bincount(number)
     for begin, end in pairwise([0, *edges]) if len(launches) else ():
         if kind[begin] % 3 == 1:
             # no more of what came before than it launches itself: the rest may be another pass, without gradients
@@ -327,7 +329,10 @@ def _without_forward(inputs: CauseInputs, stays: Mask, launches: Ints, run: Ints
             forward = forward[step[forward] == step[begin]]
             together = (number[forward] == number[begin]) | (lane[forward] != lane[begin])
             if 2 * (together & (piece[forward] == piece[begin])).sum() < len(forward):
-                cut.append(run[launches[[*forward, begin]]])
+                mostly = (
+                    counts[number[forward]] <= 2 * np.bincount(number[forward], minlength=len(counts))[number[forward]]
+                )
+                cut.append(number[[*forward[mostly], begin]])
         if kind[begin] % 3:
             before = end
     return np.unique(np.concatenate(cut)) if cut else np.zeros(0, np.int64)

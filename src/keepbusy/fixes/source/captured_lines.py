@@ -246,7 +246,11 @@ class _Function:
                 region, place = growing.region, growing.end
                 rest, is_worth_it = statements[place:], self.launches_in(region) >= FEWEST_LAUNCHES
                 later = (*region.after, *rest, *(one for outer in reversed(path) for one in outer.following))
-                if is_worth_it and self._bind(region, rest, path) and not _goes_back({*region.made}, later):
+                if (
+                    is_worth_it
+                    and self._bind(region, rest, path)
+                    and not _goes_back(self._with_gradient(region), later)
+                ):
                     yield region
                 continue
             for node in statements[place].nodes if kinds[place] == _CaptureKind.MIXED else ():
@@ -254,6 +258,11 @@ class _Function:
                     if not inner or inner[0].lineno != node.lineno:  # else it stands behind the colon
                         yield from self._regions_in(inner, [*path, _Enclosing(node, block, place)])
             place += 1
+
+    def _with_gradient(self, region: LiftedLines) -> set[str]:
+        """What it makes that a backward pass may go through: not what is made under `torch.no_grad()`."""
+        others = [node for one in region.captured for node in one.nodes if not _stands_in(self._gradless, node.lineno)]
+        return {*region.made} & {*Uses(others).stores}
 
     def _kind_of(self, statement: Statement) -> _CaptureKind:
         stays = self._stays(statement)
