@@ -58,6 +58,21 @@ def test_the_loop_is_wrapped_and_its_loader_pins() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "stays"),
+    [
+        ("labels = one_hot(y.numpy())", True),
+        ("weight = np.sum(x[0])", True),
+        ("y.long().numpy()", True),
+        ("shown = x.cpu().numpy()", False),
+        ("count = np.sum(counts)", False),
+    ],
+)
+def test_batches_that_the_host_needs_are_not_sent_ahead(line: str, stays: bool) -> None:
+    source = f"for x, y in loader:\n    {line}\n    x, y = x.cuda(), y.cuda()\n"
+    assert (edited(source, "prefetch", [3]) is None) == stays
+
+
 def test_only_the_loader_of_the_loop_gets_workers() -> None:
     out, put = changed(LOOP, "num_workers=8", 11)
     assert out == []

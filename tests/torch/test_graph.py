@@ -14,7 +14,7 @@ import pytest
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
 
 from keepbusy.runtime.graph.captured_call import CallPattern, StepCall, renew_gradient_nodes
-from keepbusy.runtime.graph.graphed_step import graph
+from keepbusy.runtime.graph.graphed_step import ReplayWorth, graph
 from keepbusy.runtime.prefetch.prefetch_iterator import prefetch
 
 torch = pytest.importorskip("torch")
@@ -449,8 +449,9 @@ def test_a_number_that_is_another_at_each_call_is_taken_in() -> None:
     assert graphed.report().startswith("step: 4 replayed, 5 compared, 1 captured, 2 eager")
 
 
-def test_a_number_that_is_another_now_and_then_is_taken_in_later() -> None:
+def test_a_number_that_is_another_now_and_then_is_taken_in_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an entropy weight that every second step updates: it would need a graph for each value."""
+    monkeypatch.setattr(ReplayWorth, "SLOWER", float("inf"))  # whatever else the machine does
     model = net()
     graphed = graph(lambda x, weight: (model(x) * weight).detach().sum())
     weights = [1.0 if at < 4 else 1.0 - at // 2 / 100 for at in range(40)]

@@ -147,6 +147,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     _check_files(options)
     need_pytorch("`keepbusy run`")
     options.rewriting = _rewriting(options) if options.fix else None
+    if options.fix:  # the report finds the program's loops in its code
+        rewritten_run.compile_alike(options.rewriting)
     real = options.on == "auto" and program.is_possible()
     _refuse_contradictions(options, real)
     if options.ranks > 1 and not options.alike:
@@ -400,7 +402,8 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:
     """What the run so far says."""
-    timeline = timeline.change_facts(command=_to_run_again(options), folder=_current_folder())
+    here = "" if options.fix else _current_folder()  # what ran with fixes is not what the sources say
+    timeline = timeline.change_facts(command=_to_run_again(options), folder=here)
     if options.save:
         save(timeline, None, options.save_at)
         os.utime(options.save_at, (options.began, options.began))  # so that sources which changed later are known

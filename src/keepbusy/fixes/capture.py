@@ -92,8 +92,8 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tup
     held = _alike(inputs, launches, run[launches])
     held = held[~np.isin(run[held], _without_forward(inputs, stays, launches, run))]
     around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs)
-    where = inputs.outermost(~parted | fed)
-    held = held[_at_lines(inputs, where[held])]
+    where = inputs.outermost(~around | fed)
+    held = held[_in_statements(inputs, held, where[held])]
     lines = _lines(inputs, where[held], around)
     reached = _reached(inputs, held, lines, edits)
     stays[held[~reached]] = True
@@ -115,13 +115,11 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tup
     )
 
 
-def _at_lines(inputs: CauseInputs, statement: Ints) -> Mask:
-    """Whether these frames are lines of a source, if any is; what stands in a backward pass that waits is at none."""
+def _in_statements(inputs: CauseInputs, launches: Ints, statement: Ints) -> Mask:
+    """Which of these launches stand in a statement that can be captured: not those of a backward pass that waits."""
     frames, names = inputs.timeline.frames, inputs.timeline.names
-    lines = np.array([source_line(name) is not None for name in names], bool)
-    if not lines[frames.name].any():
-        return np.ones(len(statement), bool)
-    return (statement != NONE) & lines[frames.name[statement]]
+    is_line = np.append(np.array([source_line(name) is not None for name in names], bool)[frames.name], False)
+    return is_line[statement] | ~inputs.within(Role.BACKWARD)[launches] | (not inputs.timeline.facts.logged)
 
 
 def _reached(

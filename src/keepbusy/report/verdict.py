@@ -70,9 +70,10 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
 
 def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int] | None:
     """Of the loop that the plan is about, before and now: fewer launches may make another one the run's main loop."""
-    if made["usual"] > 0 and (now := diagnosis.usual_of(made["loop"])) > 0:
-        return made["usual"], now
-    return (made["step"], diagnosis.plain_step) if made["loop"] and made["loop"] == diagnosis.loop else None
+    if made["loop"] and made["loop"] == diagnosis.loop:
+        return made["step"], diagnosis.plain_step
+    now = diagnosis.usual_of(made["loop"])
+    return (made["usual"], now) if made["usual"] > 0 and now > 0 else None
 
 
 def render_fixed(

@@ -24,10 +24,10 @@ class StandIns:
 
     def begin(self) -> None:
         """From here on, for the script and for all that it imports."""
-        script.COMPILE.append(self._compiled)
+        script.COMPILE.append(self.compiled)
         Patches().replace(SourceFileLoader, "get_code", self._reading)
 
-    def _compiled(self, source: bytes, path: str) -> CodeType:
+    def compiled(self, source: bytes, path: str) -> CodeType:
         whole = str(Path(path).resolve())
         if whole not in self._sources:
             return script.COMPILE[0](source, path)
@@ -44,7 +44,7 @@ class StandIns:
         def get_code(loader: Any, name: str) -> CodeType | None:
             path = loader.get_filename(name)
             if str(Path(path).resolve()) in self._sources:
-                return self._compiled(loader.get_data(path), path)
+                return self.compiled(loader.get_data(path), path)
             return plain(loader, name)
 
         return get_code

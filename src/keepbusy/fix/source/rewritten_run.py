@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from keepbusy.fix.source.in_memory import StandIns
 from keepbusy.program.patches import Function, Patches, when_imported
+from keepbusy.program.script import COMPILE
 
 if TYPE_CHECKING:
     from keepbusy.runtime.graph.graphed_step import Graphed
 
 FILE = "KEEPBUSY_REWRITING"
 """Names the file of a `Rewriting`, for ranks that are started."""
+
+
+def compile_alike(path: Path) -> None:
+    """In a process that tells of the program: what it makes of a source is what the program makes of it."""
+    made = json.loads(path.read_text(encoding="utf-8"))
+    COMPILE.append(StandIns(made["sources"], made["origins"]).compiled)
 
 
 def begin(path: Path, rank: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 
 from keepbusy.fixes.definition import LIFTED, CapturedLines
+from keepbusy.fixes.source.captured_lines import FEWEST_LAUNCHES
 from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines
 
 
@@ -29,7 +30,7 @@ def reached_lines(
         moved = moved_lines(own, now)
         now = edited(now, way, [moved[line] for line in lines if line in moved]) or now
     before = now
-    for one in captured:
+    for one in (one for one in captured if sum(count for _, count in one.launching) >= FEWEST_LAUNCHES):
         now = with_graphs(own, now, one, loops) or now
     return lines_in_graphs(own, before, now)
 

@@ -21,13 +21,35 @@ class _Prefetch(AtLines):
         self.done = False
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
-        if self.done or not self.stands(original_node):
+        if self.done or not self.stands(original_node) or _needs_host(original_node):
             return updated_node
         wrapped = _wrapped(updated_node.iter)
         if wrapped is None:
             return updated_node
         self.done = True  # the innermost loop comes first
         return updated_node.with_changes(iter=wrapped)
+
+
+def _needs_host(loop: cst.For) -> bool:
+    """Whether the loop does with its batches what only tensors of the host can: `labels.numpy()`, `np.sum(labels)`."""
+    names = {cst.ensure_type(one, cst.Name).value for one in m.findall(loop.target, m.Name())}
+    for node in m.findall(loop.body, m.Call()):
+        call = cst.ensure_type(node, cst.Call)
+        asked = [argument.value for argument in call.args] if dotted(call.func).startswith(("np.", "numpy.")) else []
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value in ("numpy", "pin_memory"):
+            asked.append(call.func.value)
+        if names & {_of_host(one) for one in asked}:
+            return True
+    return False
+
+
+def _of_host(value: cst.BaseExpression) -> str:
+    """The name of the batch that it is computed from where it lies."""
+    while isinstance(value, cst.Attribute | cst.Subscript | cst.Call):
+        if isinstance(value, cst.Attribute) and value.attr.value in ("cpu", "to", "cuda"):
+            return ""
+        value = value.func if isinstance(value, cst.Call) else value.value
+    return value.value if isinstance(value, cst.Name) else ""
 
 
 def _wrapped(iterated: cst.BaseExpression) -> cst.BaseExpression | None:

@@ -50,6 +50,8 @@ class SplitReads(NamedTuple):
 
 def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> SplitReads | None:
     """None if nothing can be split."""
+    if not lines.staying:
+        return None
     own, launching = wrapper.module.code, dict(lines.launching)
     names = [node for node in ast.walk(ast.parse(own)) if isinstance(node, ast.Name)]
     stored = [name for name in names if isinstance(name.ctx, ast.Store)]
