@@ -575,6 +575,13 @@ def test_a_backward_pass_takes_its_forward_pass_along() -> None:
     assert new is not None
     assert "    loss = captured_main(model, optimizer, x)\n        if step % 100 == 0:\n" in new
     assert captured(source.replace("print(", "check(")) is None
+    logs = "print(" + '"steps a second"'
+    assert logs in source
+    launching = captured(source.replace(logs, "print(out.mean())  # launches\n                    " + logs))
+    assert launching is not None  # once in a hundred iterations
+    assert "    out, loss = captured_main(model, optimizer, x)\n        if step % 100 == 0:\n" in launching
+    drawing = captured(source.replace(logs, "print(torch.rand(3))  # launches\n                    " + logs))
+    assert "def captured_main(model" not in str(drawing)
 
 
 def test_clearing_in_either_branch_belongs_to_the_step() -> None:

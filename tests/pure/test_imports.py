@@ -188,7 +188,7 @@ LINES = {
     "log": 3315,
     "virtual": 10328,
     "causes": 1614,
-    "fixes": 4689,
+    "fixes": 4696,
     "explain": 2521,
     "report": 3450,
     "runtime": 7175,

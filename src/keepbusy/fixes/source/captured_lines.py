@@ -512,7 +512,9 @@ class _GrowingRegion:
             if self._serves(statement, place):
                 self._waiting.append(statement)
                 return True
-        if kind in (_CaptureKind.MIXED, _CaptureKind.FIXED) or not _moves(statement):
+        if kind == _CaptureKind.FIXED or not _moves(statement):
+            return False
+        if kind == _CaptureKind.MIXED and (len(statement.nodes) > 1 or not _comes_at_times(statement)):
             return False
         if self._function.only_does(statement, _PREPARING) and self._may_come_first(statement):
             self._before.append(statement)
@@ -555,6 +557,11 @@ class _GrowingRegion:
 
 def _is_compound(statement: Statement) -> bool:
     return any(hasattr(node, "body") for node in statement.nodes)
+
+
+def _comes_at_times(statement: Statement) -> bool:
+    """Whether it is what some iterations do, and draws no random numbers, which a GPU has in an order of its own."""
+    return isinstance(statement.nodes[0], ast.If) and not statement.called & _DRAWING
 
 
 def _only_sets_up(value: ast.expr) -> bool:
