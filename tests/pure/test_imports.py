@@ -188,10 +188,10 @@ LINES = {
     "log": 3315,
     "virtual": 10328,
     "causes": 1614,
-    "fixes": 4696,
+    "fixes": 4695,
     "explain": 2521,
     "report": 3450,
-    "runtime": 7175,
+    "runtime": 7166,
     "cli": 4007,
     "fix": 1386,
 }

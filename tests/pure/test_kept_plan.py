@@ -11,6 +11,8 @@ from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.explain.kept_plan import KeptPlan
 from keepbusy.fixes.definition import CapturedLines
+from keepbusy.report.verdict import fixed_lines
+from keepbusy.timeline.run_facts import LOOP, Part
 
 CAPTURED = (CapturedLines("train.py", "train", ((8, 20), (9, 4)), (7, 11)),)
 
@@ -28,6 +30,22 @@ def test_a_plan_comes_back_as_it_was_kept() -> None:
     again = KeptPlan.of_json(kept.as_json())
     assert [essence(one) for one in again.plan] == [essence(one) for one in plan]
     assert replace(again, plan=()) == replace(kept, plan=())
+
+
+@pytest.mark.parametrize(
+    ("loop", "told"),
+    [
+        ("train.py:3", "an iteration  30.0 → 20.0 ms, 33% shorter"),  # the loop that both runs are about
+        ("train.py:9", "an iteration  8.0 → 2.0 ms, 75% shorter"),  # what both runs counted
+        ("train.py:99", ""),
+    ],
+)
+def test_an_iteration_is_told_of_the_loop_that_the_plan_is_about(loop: str, told: str) -> None:
+    tree = Part("run", parts=(Part(LOOP, "train.py:9", time=ms(20), turns=10, turn=ms(2), low=ms(2)),))
+    after = replace(STALLED, loop="train.py:3", plain_step=ms(20), run=tree)
+    made = {"written": [("graph", "train.py:4")], "left": [], "loop": loop, "step": ms(30), "usual": ms(8)}
+    rows = [row for row in fixed_lines(made, [], after) if row.startswith("an iteration")]
+    assert rows == [told] * bool(told)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": [1]}', '{"plan": [{"fix": "graph"}]}'])

@@ -454,8 +454,8 @@ def test_a_number_that_is_another_now_and_then_is_taken_in_later(monkeypatch: py
     monkeypatch.setattr(ReplayWorth, "SLOWER", float("inf"))  # whatever else the machine does
     model = net()
     graphed = graph(lambda x, weight: (model(x) * weight).detach().sum())
-    weights = [1.0 if at < 4 else 1.0 - at // 2 / 100 for at in range(40)]
-    for (x, _), weight in zip(batches(40), weights, strict=True):
+    weights = [1.0 if at < 4 else 1.0 - at // 2 / 100 for at in range(60)]
+    for (x, _), weight in zip(batches(60), weights, strict=True):
         assert graphed(x, weight).item() == (model(x) * weight).sum().item()
     assert graphed.replays > 20, graphed.report()
 

@@ -446,7 +446,7 @@ def _fixed(rewriting: Path, diagnosis: Diagnosis) -> list[str]:
     return fixed_lines(made, rewritten_run.graphs_of(rewriting), diagnosis)
 
 
-def _did_something(rewriting: Path) -> bool:
+def _any_fix_held(rewriting: Path) -> bool:
     """False where all that was made is graphs, and none could stand in for what it was made of."""
     made = json.loads(rewriting.read_text(encoding="utf-8"))
     graphs = [line for text in rewritten_run.graphs_of(rewriting) for line in text.splitlines()]
@@ -494,7 +494,7 @@ def _commands(options: argparse.Namespace, diagnosis: Diagnosis, is_last: bool) 
     can_show = bool(kept) or is_last
     return Commands(
         fix_now="" if options.fix else fixing("run --fix", diagnosis),
-        write_fix=fixing("fix", diagnosis) if not options.fix or _did_something(options.rewriting) else "",
+        write_fix=fixing("fix", diagnosis) if not options.fix or _any_fix_held(options.rewriting) else "",
         page=shlex.join(["keepbusy", "show", *kept]) if can_show else "",
         full=shlex.join(["keepbusy", "explain", *kept, "--full"])
         if can_show

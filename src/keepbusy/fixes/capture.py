@@ -97,7 +97,7 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tup
     lines = _lines(inputs, where[held], around)
     reached = _reached(inputs, held, lines, edits)
     stays[held[~reached]] = True
-    held = held[reached]
+    held, run = held[reached], _numbers(inputs, stays, parted)
     first, last = (np.full(int(run.max(initial=0)) + 1, NONE, np.int64) for _ in range(2))
     first[run[held][::-1]], last[run[held]] = held[::-1], held
     rows = np.arange(len(spans))

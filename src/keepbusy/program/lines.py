@@ -51,6 +51,11 @@ PROGRAM_CODE = (USER, LIBRARY)
 """What a program consists of, but for PyTorch and Python."""
 
 
+def compiled_as_written(source: bytes, file: str) -> CodeType:
+    """Without what this module has imported from `__future__`."""
+    return compile(source, file, "exec", dont_inherit=True)
+
+
 _LAUNCHERS = set[str]()
 _RAN_ELSEWHERE: list[str] = []
 

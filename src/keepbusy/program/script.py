@@ -31,6 +31,7 @@ from keepbusy.program.lines import (
     PROGRAM_CODE,
     TEXTS,
     USER,
+    compiled_as_written,
     is_ours,
     kind_of,
     line_number,
@@ -43,9 +44,7 @@ from keepbusy.program.processes import KeptDescriptor, UnseenThread, kept_pipe
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import CutShort
 
-COMPILE: list[Callable[[bytes, str], CodeType]] = [
-    lambda source, path: compile(source, path, "exec", dont_inherit=True)
-]
+COMPILE: list[Callable[[bytes, str], CodeType]] = [compiled_as_written]
 """How a script becomes code; the last one counts."""
 LIFTED = set[CodeType]()
 """Code of statements that were lifted out of a function: they are shown as if they stood there."""

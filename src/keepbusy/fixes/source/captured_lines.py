@@ -31,6 +31,7 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
+from keepbusy.fixes.capture import FEWEST_LAUNCHES
 from keepbusy.fixes.definition import LIFTED, CapturedLines
 from keepbusy.fixes.source.lifted_functions import LiftedLines, LiftRegions
 from keepbusy.fixes.source.name_flow import (
@@ -47,8 +48,6 @@ from keepbusy.fixes.source.name_flow import (
     statements_of,
 )
 
-FEWEST_LAUNCHES = 8
-"""As many as `fixes.capture` asks for."""
 _LOOPS = (ast.For, ast.While)
 _HARMLESS = {
     *("len", "range", "zip", "enumerate", "reversed", "isinstance", "hasattr", "getattr", "list", "tuple", "dict"),

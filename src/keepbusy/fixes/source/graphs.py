@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 
+from keepbusy.fixes.capture import FEWEST_LAUNCHES
 from keepbusy.fixes.definition import LIFTED, CapturedLines
-from keepbusy.fixes.source.captured_lines import FEWEST_LAUNCHES
 from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines
 
 

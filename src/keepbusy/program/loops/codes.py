@@ -9,7 +9,7 @@ from functools import cache
 from types import CodeType
 from typing import NamedTuple
 
-from keepbusy.program.lines import TEXTS, USER, is_importing, kind_of, shown
+from keepbusy.program.lines import TEXTS, USER, compiled_as_written, is_importing, kind_of, shown
 
 IMPORTING = -1
 """The kind of Python's own code that imports."""
@@ -61,10 +61,6 @@ class ProgramCodes:
 def read_source(file: str) -> str:
     """What runs as this file, which `keepbusy fix` may have put in its place; "" where there is none."""
     return TEXTS[file] if file in TEXTS else "".join(linecache.getlines(file))
-
-
-def compiled_as_written(source: bytes, file: str) -> CodeType:
-    return compile(source, file, "exec", dont_inherit=True)
 
 
 _UNKNOWN = compile("0", "", "eval")

@@ -60,8 +60,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
-OFTEN_ANOTHER = 3
-"""So many values of a float argument show that it has one of its own at most calls."""
 UNSTEADY_CALLS = 4
 """So many calls of a kind may change something on the host that none before them changed."""
 BACKWARD_LATER = "its backward pass comes later, where a replay has no part; call backward inside the step"
@@ -376,8 +374,6 @@ class StepGraphs:
         """Whether optimizers do: from the first capture on. A step that is never captured is as it always was."""
         self._changed: dict[Any, set[StateKey]] = {}
         self._unsteady: Counter[Any] = Counter()
-        self._numbers: dict[int, set[Any]] = {}
-        """What numbers among the arguments were, by their places among the leaves."""
         self._forget()
         if rehearsal.kind is not None:
             self._capturable[rehearsal.kind] = True
@@ -411,9 +407,6 @@ class StepGraphs:
                 raise Uncapturable("its weights, buffers or modules are others again and again; write to them in place")
         call = StepCall(given[0], given[1], self._changing)
         kind = (*call.kind, *self._key.kind())
-        if kind not in self._capturable and self._takes_in_more(call, kind):
-            call = StepCall(given[0], given[1], self._changing)
-            kind = (*call.kind, *self._key.kind())
         self._recent = captured = self._captured.get(kind)
         if captured is not None:
             self._is_in_place = self._key.has_in_place(captured.gradients)
@@ -424,22 +417,6 @@ class StepGraphs:
             case True:
                 return self._with_schedules(lambda: self._capture(call, kind))
         return self._eager(call)
-
-    def _takes_in_more(self, call: StepCall, kind: Any) -> bool:
-        """Whether graphs take in a number from here on which they kept so far: nothing else is new, and it was another
-        often enough."""
-        places = [place for place, number in call.numbers().items() if type(number) is float]
-        for known in self._capturable:
-            new = {at for at, (one, other) in enumerate(zip(kind, known, strict=False)) if one != other}
-            if len(known) == len(kind) and new <= {1 + place for place in places}:
-                for place in places:
-                    self._numbers.setdefault(place, set()).update((kind[1 + place], known[1 + place]))
-        more = {place for place in places if len(self._numbers.get(place, ())) >= OFTEN_ANOTHER}
-        if more:
-            self._changing |= more
-            self._numbers.clear()
-            self._forget()
-        return bool(more)
 
     def run_timed(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """The same, as long as it is open whether replays are worth while."""
@@ -505,6 +482,8 @@ class StepGraphs:
 
     def _first(self, call: StepCall, kind: Any) -> Any:
         if kind not in self._capturable and len(self._capturable) >= GRAPHS_PER_STEP:
+            if self._takes_in_more(call, kind):
+                return self._eager(call)
             if not any(self._capturable.values()):
                 raise Uncapturable(f"nearly every call is another: {self._new_in(call, kind)}")
             self._warn_full(call, kind)
@@ -528,6 +507,18 @@ class StepGraphs:
         self._key.add([gradient.leaf for gradient in gradients.held()])
         self._key.remember_places()
         return returned
+
+    def _takes_in_more(self, call: StepCall, kind: Any) -> bool:
+        """Whether graphs take in floats from here on of which they kept a value each: nothing else is new."""
+        places = {1 + place: place for place, number in call.numbers().items() if type(number) is float}
+        more = set[int]()
+        for known in (one for one in self._capturable if len(one) == len(kind)):
+            new = {at for at, (one, other) in enumerate(zip(kind, known, strict=True)) if one != other}
+            more |= {places[at] for at in new} if new <= places.keys() else set()
+        if more:
+            self._changing |= more
+            self._forget()
+        return bool(more)
 
     def _capture(self, call: StepCall, kind: Any) -> Any:
         if not self._counts_on_device:
