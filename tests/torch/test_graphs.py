@@ -390,6 +390,15 @@ def test_what_a_failed_capture_did_is_undone() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), random)
 
 
+def test_a_graph_may_go_in_a_process_that_has_another_memory(machine) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ones(3, device="cuda")
+    machine._begin()  # as a forked process does
+    graph.reset()
+    assert machine.memory.stats()["active_bytes.all.current"] == 0
+
+
 def external_within_a_capture() -> None:
     event = torch.cuda.Event(external=True)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -70,8 +70,9 @@ class CUDAGraph:
             )
         MACHINE.clock.capture(self._stream, capture_error_mode)
         MACHINE.memory.accesses.begin_capture(MACHINE.clock.capturing)
+        self._memory = MACHINE.memory  # a forked process has a memory of its own, and no pool of this graph in it
         self._pool = pool if pool and any(pool) else (next(_private_pools), 0)
-        MACHINE.memory.capture(self._device, self._pool, MACHINE.clock.capturing)
+        self._memory.capture(self._device, self._pool, MACHINE.clock.capturing)
         if VALUES.real:
             arena = _arenas.setdefault(self._pool, Arena())
             MACHINE.recording = Recording(arena, [DEFAULTS(self._device), *self._generators])
@@ -92,10 +93,10 @@ class CUDAGraph:
         try:
             self._graph = MACHINE.clock.end_capture(self._stream)
         except RuntimeError:
-            MACHINE.memory.forget(self._device, self._pool)
+            self._memory.forget(self._device, self._pool)
             raise
         finally:
-            MACHINE.memory.end_capture(self._device, self._pool)
+            self._memory.end_capture(self._device, self._pool)
             self._uses = MACHINE.memory.accesses.end_capture()
             MACHINE.recording = None
             if self._recording is not None:
@@ -148,8 +149,8 @@ class CUDAGraph:
                 recording.finish()
 
     def reset(self) -> None:
-        if self._graph is not None and MACHINE is not None:  # Python takes modules apart before the last objects
-            MACHINE.memory.forget(self._device, self._pool)
+        if self._graph is not None:
+            self._memory.forget(self._device, self._pool)
         self._graph = self._recording = self._tracker = None
         self._uses = ()
         self._ready = False
