@@ -38,6 +38,9 @@ COPIES: dict[str, Callable[[Tensor], object]] = {
     "to": lambda x: X.to("cuda"),
     "new tensor": lambda x: torch.tensor([1.0], device="cuda"),
     "in place": lambda x: x.copy_(X),
+    "by indices of the host": lambda x: x[torch.arange(3)],
+    "by a mask of the host": lambda x: x[X > 2],
+    "into indices of the host": lambda x: x.index_put_((torch.arange(3),), x[0]),
     "pageable, asked not to block": lambda x: LARGE.to("cuda", non_blocking=True),
     "much data home": lambda x: torch.zeros(1 << 16, device="cuda").cpu(),
     "home into pageable memory, asked not to block": lambda x: torch.empty(1 << 16).copy_(

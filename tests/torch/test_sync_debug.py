@@ -27,6 +27,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "new tensor": lambda x: torch.tensor([1.0], device="cuda"),
     "print": lambda x: repr(x),
     "mask": lambda x: x[x > 2],
+    "indices of the host": lambda x: x[torch.arange(3)],
     "nonzero": lambda x: x.nonzero(),
     "stream": lambda x: torch.cuda.current_stream().synchronize(),
 }

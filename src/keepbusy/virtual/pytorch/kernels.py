@@ -98,8 +98,6 @@ class _Operands:
         if self.with_host_tensor and self.device >= 0:
             if self.inputs and not self.kernel.takes_host_tensors:
                 raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", "cpu")
-            if self.kernel.short in _INDEXING:
-                MACHINE.needs_pinned(self.device, is_pinned=False)
         if self.inputs and not self.with_sparse_tensor:  # whose indices are whole numbers
             refusing, dtype = _OF_FLOATS_ALONE.get(self.kernel.short.rstrip("_")), self.inputs[0].dtype
             if refusing and dtype in _INTEGERS:

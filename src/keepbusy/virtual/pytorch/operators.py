@@ -168,7 +168,26 @@ def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     on_host = ON_HOST.get(full.removeprefix("aten::"))
     if on_host is None and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, "CPU"):
         return refusal(f"cannot run {full}: PyTorch has it for CUDA alone")
-    return Kernel(overload, on_host)
+    kernel = Kernel(overload, on_host)
+    return _with_indices_on_device(kernel) if kernel.short in OPERATORS["indexing"] else kernel
+
+
+def _with_indices_on_device(kernel: Kernel) -> Callable[..., Any]:
+    """CUDA's indexing copies indices that are on the host to the device first, blocking; of a mask, where its ones are."""
+
+    def call(tensor: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_cuda and any(index is not None and not index.is_cuda for index in indices):
+            whole: list[Tensor | None] = []
+            for index in indices:
+                if index is None or index.is_cuda:
+                    whole.append(index)
+                else:
+                    is_mask = index.dtype in (torch.bool, torch.uint8)
+                    whole += [part.to(tensor.device) for part in (index.nonzero().unbind(1) if is_mask else [index])]
+            indices = whole
+        return kernel(tensor, indices, *args, **kwargs)
+
+    return call
 
 
 def _refusal_of_layout(layout: str, name: str) -> Callable[..., Any]:
