@@ -41,6 +41,9 @@ class LiftRegions(cst.CSTTransformer):
         self._regions = {line: region for region in regions for line in region.lines}
         self._functions: list[tuple[LiftedLines, cst.FunctionDef]] = []
 
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802, ARG002
+        return False  # there are no blocks in it
+
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> Any:  # noqa: N802
         """The block with its regions called."""
         lines = [self.get_metadata(PositionProvider, statement).start.line for statement in original_node.body]

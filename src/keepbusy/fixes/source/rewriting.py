@@ -6,15 +6,13 @@ and comments stay as they are, and what has been changed once is not changed aga
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Collection, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from io import StringIO
 
 import libcst as cst
-from libcst import matchers as m
-from libcst.codemod import CodemodContext
-from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper
 
 from keepbusy.fixes import BY_NAME
@@ -62,11 +60,35 @@ def _with_edit(
         return None
     if module is None or module.code == source.removeprefix(_BOM):
         return None
-    if m.findall(module, m.Attribute(value=m.Name("keepbusy"))):
-        context = CodemodContext()
-        AddImportsVisitor.add_needed_import(context, "keepbusy")
-        module = AddImportsVisitor(context).transform_module(module)
-    return f"{source[: source.startswith(_BOM)]}{module.code}"
+    code = module.code
+    if any(isinstance(node, ast.Name) and node.id == "keepbusy" for node in ast.walk(ast.parse(code))):
+        code = _importing_keepbusy(module).code
+    return f"{source[: source.startswith(_BOM)]}{code}"
+
+
+def _importing_keepbusy(module: cst.Module) -> cst.Module:
+    """Behind the imports at its top. LibCST's own visitor does the same, and takes most of a second to look for them in
+    all of a file."""
+    body, names = [*module.body], set[str]()
+    at = int(module.get_docstring(clean=False) is not None)
+    while at < len(body):
+        match body[at]:
+            case cst.SimpleStatementLine(body=[cst.Import(names=imported)]):
+                names |= {one.evaluated_alias or one.evaluated_name for one in imported}
+            case cst.SimpleStatementLine(body=[cst.ImportFrom()]):
+                pass
+            case _:
+                break
+        at += 1
+    if "keepbusy" in names:
+        return module
+    if at < len(body):
+        lines = [*body[at].leading_lines]
+        if not lines or lines[0].comment is not None:
+            body[at] = body[at].with_changes(leading_lines=[cst.EmptyLine(), *lines])
+    return module.with_changes(
+        body=[*body[:at], cst.parse_statement("import keepbusy", config=module.config_for_parsing), *body[at:]]
+    )
 
 
 @lru_cache(maxsize=4)

@@ -91,6 +91,9 @@ class _Split(cst.CSTTransformer):
         self.names: list[str] = []
         """Of what is computed for a read."""
 
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802, ARG002
+        return False  # there are no blocks in it
+
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:  # noqa: N802
         body = list[cst.BaseStatement]()
         for original, updated in zip(original_node.body, updated_node.body, strict=True):

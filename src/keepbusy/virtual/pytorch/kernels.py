@@ -95,9 +95,8 @@ class _Operands:
 
     def check(self) -> int:
         """The device of the call; refuses what a GPU would refuse."""
-        if self.with_host_tensor and self.device >= 0:
-            if self.inputs and not self.kernel.takes_host_tensors:
-                raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", "cpu")
+        if self.with_host_tensor and self.device >= 0 and self.inputs and not self.kernel.takes_host_tensors:
+            raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", "cpu")
         if self.inputs and not self.with_sparse_tensor:  # whose indices are whole numbers
             refusing, dtype = _OF_FLOATS_ALONE.get(self.kernel.short.rstrip("_")), self.inputs[0].dtype
             if refusing and dtype in _INTEGERS:

@@ -173,7 +173,7 @@ def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _with_indices_on_device(kernel: Kernel) -> Callable[..., Any]:
-    """CUDA's indexing copies indices that are on the host to the device first, blocking; of a mask, where its ones are."""
+    """CUDA's indexing first copies indices of the host to the device, blocking; of a mask, where its ones are."""
 
     def call(tensor: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Any:
         if tensor.is_cuda and any(index is not None and not index.is_cuda for index in indices):
