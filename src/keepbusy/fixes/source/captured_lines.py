@@ -387,49 +387,50 @@ class _Function:
     def _bind(self, region: LiftedLines, rest: Sequence[Statement], path: Sequence[_Enclosing]) -> bool:
         """What the region is given and what is read of it later. False where its names do not allow it."""
         flow = Flow(node for statement in region.captured for node in statement.nodes)
-        needed, stored = flow.needed, flow.stored
-        live = self._live([*region.after, *rest], path) | {name for name in stored if "." in name}
-        tries = [outer.statement for outer in path if isinstance(outer.statement, ast.Try)]
-        handled = Uses(handler for one in tries for handler in one.handlers).loads
-        if stored.keys() & (self._shared | {*handled}):
-            return False  # after an error in the middle of them, or to whom they call, they would be what they were
-        made = [name for name in stored if name in live]
         inside = {id(part) for statement in region.captured for part in statement.parts}
         outside = [part for part in self._own if id(part) not in inside]
+        if self._is_seen_elsewhere(flow.stored, path):
+            return False
+        live = self._live([*region.after, *rest], path) | {name for name in flow.stored if "." in name}
+        made = [name for name in flow.stored if name in live]
         if {*made} & {name for part in outside for name in _shown_whole(part)}:
             return False  # `print(loss)` shows how it was made, which no replay tells
-        known = {part.id for part in outside if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-        known |= {name for name in (*needed, *stored) if "." in name}
-        if isinstance(self.node, ast.Module):
-            functions = [part for part in ast.walk(self.node) if isinstance(part, ast.FunctionDef | ast.Lambda)]
-            if stored.keys() & {name for function in functions for name in free_names(function)}:
-                return False  # what is called from here may look at them
-            in_loops = [
-                part for outer in path if isinstance(outer.statement, _LOOPS) for part in ast.walk(outer.statement)
-            ]
-            in_loops = [part for part in in_loops if id(part) not in inside]
-            local = {part.id for part in in_loops if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-            local |= {*stored}
-        else:
-            known |= {*parameters_of(self.node)}
-            local = {*self._local}.union(*map(local_names, self._around))
-        given = [name for name in needed if name in local]
+        local = self._local_around(path, inside) | flow.stored.keys()
+        given = [name for name in flow.needed if name in local]
         lacking = [name for name in made if name not in flow.defined and name not in given]
-        if not known.issuperset([*lacking, *(name for name in needed if name in stored)]):
-            return False  # it may have no value yet
+        if not self._with_values(flow, outside).issuperset([*lacking, *flow.needed.keys() & flow.stored.keys()]):
+            return False
         first = region.captured[0].first
         if any(_goes_back({name}, region.captured) for name in given if self._may_ask_gradient(name, first)):
             return False  # that backward pass began outside, where a replay has no part in it
         order = [*self._local, *given, *lacking]
         region.given, region.made = sorted({*given, *lacking}, key=order.index), made
-        going_back = [statement for statement in region.captured if "backward" in statement.called]
-        asked = {*made} - {name for one in going_back for name in one.uses.loads}
-        # what launches nothing of itself may be about arrays of the host
-        asked -= {
-            name for statement in region.captured if statement.called <= _HARMLESS for name in statement.uses.stores
-        }
-        region.values = {name for name in asked if self._is_asked_values(name, inside)}
+        region.values = {name for name in made if self._is_asked_values(name, region, inside)}
         return True
+
+    def _is_seen_elsewhere(self, stored: Iterable[str], path: Sequence[_Enclosing]) -> bool:
+        """Whether others look at names that the region stores, and would find them as they were: functions that it
+        calls, and what handles an error in the middle of it."""
+        tries = [outer.statement for outer in path if isinstance(outer.statement, ast.Try)]
+        seen = self._shared | {*Uses(handler for one in tries for handler in one.handlers).loads}
+        if isinstance(self.node, ast.Module):
+            functions = [part for part in ast.walk(self.node) if isinstance(part, ast.FunctionDef | ast.Lambda)]
+            seen |= {name for function in functions for name in free_names(function)}
+        return not seen.isdisjoint(stored)
+
+    def _local_around(self, path: Sequence[_Enclosing], inside: Set[int]) -> set[str]:
+        """Names that a function elsewhere has to be given: a function's own, and what loops of the module change."""
+        if not isinstance(self.node, ast.Module):
+            return {*self._local}.union(*map(local_names, self._around))
+        loops = [outer.statement for outer in path if isinstance(outer.statement, _LOOPS)]
+        parts = [part for loop in loops for part in ast.walk(loop) if id(part) not in inside]
+        return {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+
+    def _with_values(self, flow: Flow, outside: Iterable[ast.AST]) -> set[str]:
+        """Names that have a value when the region is called: others may have none yet."""
+        known = {part.id for part in outside if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+        known |= {name for name in (*flow.needed, *flow.stored) if "." in name}
+        return known | {*parameters_of(self.node)} if isinstance(self.node, ast.FunctionDef) else known
 
     def _may_ask_gradient(self, name: str, line: int) -> bool:
         """Whether a model, or a function of the program's own, makes it last before this line, at one that launches
@@ -463,8 +464,13 @@ class _Function:
         nested = [part for part in self._own if isinstance(part, ast.FunctionDef | ast.Lambda | ast.ClassDef)]
         return live.union(*map(free_names, nested))
 
-    def _is_asked_values(self, name: str, inside: Set[int]) -> bool:
+    def _is_asked_values(self, name: str, region: LiftedLines, inside: Set[int]) -> bool:
         """Whether all that stands outside asks for its value, and so for a tensor."""
+        for statement in region.captured:
+            if "backward" in statement.called and name in statement.uses.loads:
+                return False
+            if statement.called <= _HARMLESS and name in statement.uses.stores:
+                return False  # what launches nothing may be about arrays of the host
         parts = [part for part in ast.walk(self.node) if id(part) not in inside]
         looked_into = {id(part.value): part for part in parts if isinstance(part, ast.Attribute)}
         asked = set[str]()
