@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from keepbusy.explain.diagnosis import Diagnosis
     from keepbusy.fix.gate.guard import TooManyWaits as TooManyWaits
     from keepbusy.fix.gate.guard import guard as guard
+    from keepbusy.fix.source.step_parts import graph as graph
     from keepbusy.integrations.session import record as record
     from keepbusy.program import step as step
     from keepbusy.report.terminal import render_full as render_full
     from keepbusy.report.verdict import render as render
     from keepbusy.runtime.accumulate import accumulate as accumulate
     from keepbusy.runtime.agree import agree as agree
-    from keepbusy.runtime.graph.graphed_step import graph as graph
     from keepbusy.runtime.prefetch.prefetch_iterator import prefetch as prefetch
     from keepbusy.runtime.readback import readback as readback
     from keepbusy.runtime.save_later import save_later as save_later
@@ -45,7 +45,7 @@ _HOMES = {
     "compare": "keepbusy.explain.comparison",
     "explain": "keepbusy.explain",
     "guard": "keepbusy.fix.gate.guard",
-    "graph": "keepbusy.runtime.graph.graphed_step",
+    "graph": "keepbusy.fix.source.step_parts",
     "load": "keepbusy.timeline.busy_file",
     "prefetch": "keepbusy.runtime.prefetch.prefetch_iterator",
     "read": "keepbusy.traces",

@@ -36,12 +36,15 @@ def waits_for_an_event(model: Net, loss: Tensor) -> Any:
     done.synchronize()  # FLAW
 
 
+FACTORS, MANY_FACTORS = torch.tensor([1.0, 2.0]), torch.ones(1 << 20)
+
+
 def copies_from_the_host(model: Net, loss: Tensor) -> Any:
-    return loss * torch.tensor([1.0, 2.0], device="cuda")  # FLAW
+    return loss * FACTORS.cuda()  # FLAW
 
 
 def copies_without_waiting(model: Net, loss: Tensor) -> Any:
-    return loss * torch.ones(1 << 20).to("cuda", non_blocking=True)  # FLAW
+    return loss * MANY_FACTORS.to("cuda", non_blocking=True)  # FLAW
 
 
 def draws_on_the_host(model: Net, loss: Tensor) -> Any:

@@ -1,13 +1,16 @@
-"""Whether tensors are of the kinds of those before, and lie where they lay, in one call for hundreds."""
+"""Whether tensors are of the kinds of those before, and lie where they lay, in one call for hundreds; what a function
+returned, taken apart."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import cast
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map
 
 
 def same_kinds(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -28,3 +31,34 @@ def same_places(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     if compare is None:
         return lambda: [*map(Tensor.data_ptr, known)] == places
     return functools.partial(compare, known, places, [*range(len(known))])
+
+
+def flatten_result(returned: Any) -> tuple[list[Any], TreeSpec]:
+    """Its leaves, as `tree_flatten` gives them, those of dataclasses among them."""
+    return cast("tuple[list[Any], TreeSpec]", tree_flatten(tree_map(_opened, returned)))
+
+
+class _Fields:
+    """Stands for a dataclass, which PyTorch takes for a leaf unless its own class was registered."""
+
+    def __init__(self, held: Any) -> None:
+        self.kind, self.parts = type(held), {field.name: getattr(held, field.name) for field in fields(held)}
+
+
+def _opened(leaf: Any) -> Any:
+    return _Fields(leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else leaf
+
+
+def _parts_of(held: _Fields) -> tuple[list[Any], Any]:
+    return [tree_map(_opened, part) for part in held.parts.values()], (held.kind, *held.parts)
+
+
+def _made_of(parts: Any, context: Any) -> Any:
+    kind, *names = context
+    made = object.__new__(kind)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)  # as frozen ones are made, too
+    return made
+
+
+register_pytree_node(_Fields, _parts_of, _made_of)

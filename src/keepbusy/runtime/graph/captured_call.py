@@ -13,8 +13,10 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
+from traceback import walk_tb
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +26,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from keepbusy.runtime.graph.host_state import rollback_to_now
 from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave
-from keepbusy.runtime.graph.user_lines import line_of
-from keepbusy.runtime.tensor_kinds import same_kinds
+from keepbusy.runtime.graph.user_lines import code_of, line_of
+from keepbusy.runtime.host_constants import CapturedConstants
+from keepbusy.runtime.tensor_kinds import flatten_result, same_kinds
 
 
 class StepCall:
@@ -35,9 +38,11 @@ class StepCall:
         """`changing`: places among the leaves of numbers that a graph takes in as tensors."""
         self.given = (arguments, options)
         self.leaves, self.spec = tree_flatten(self.given)
+        self._taken_in = set[int]()
         for place in changing:
             if place < len(self.leaves) and type(self.leaves[place]) is float:
                 self.leaves[place] = torch.tensor(self.leaves[place], dtype=torch.float32)  # as operators take it
+                self._taken_in.add(place)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
@@ -46,11 +51,15 @@ class StepCall:
         return self.spec, *map(_kind, self.leaves)
 
     def run(self, step: Callable[..., Any], tensors: list[Tensor] | None = None) -> Any:
-        """As it was made, or with other tensors in their place."""
-        if tensors is None:
+        """As it was made, or with other tensors in their place. Numbers that a graph takes in are tensors here, too:
+        rounded once more, they would differ from a replay."""
+        if tensors is None and not self._taken_in:
             return step(*self.given[0], **self.given[1])
-        others = iter(tensors)
-        leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        others = iter(tensors or ())
+        if tensors is None:
+            leaves = [leaf.cuda() if place in self._taken_in else leaf for place, leaf in enumerate(self.leaves)]
+        else:
+            leaves = [next(others) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         arguments, options = tree_unflatten(leaves, self.spec)
         return step(*arguments, **options)
 
@@ -161,7 +170,7 @@ class Outputs:
     """What the captured step returned. Its tensors are overwritten by the next replay, so callers get copies."""
 
     def __init__(self, returned: Any) -> None:
-        leaves, self._spec = tree_flatten(returned)
+        leaves, self._spec = flatten_result(returned)
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for leaf in leaves:
             if not (type(leaf) in PLAIN or (isinstance(leaf, Tensor) and leaf.is_cuda)):
@@ -321,13 +330,23 @@ class CapturedCall:
                 leaf.grad = exit_
 
 
-def capture_call(call: StepCall, eager: EagerStream, participants: Participants, alive: list[Any]) -> CapturedCall:
-    """Nothing of the call has happened on the device then; raises Uncapturable with everything as it was."""
+def capture_call(
+    call: StepCall, eager: EagerStream, participants: Participants, alive: list[Any], has_constants: bool = False
+) -> CapturedCall:
+    """Nothing of the call has happened on the device then; raises Uncapturable with everything as it was.
+
+    `has_constants`: whether it may make tensors of the CPU that are the same at each call, and copy them.
+    """
     call.check()
-    inputs, restores = Inputs(call.tensors), rollback_to_now(participants)
+    inputs, restores, constants = Inputs(call.tensors), rollback_to_now(participants), CapturedConstants()
+
+    def run() -> Any:
+        with constants if has_constants else nullcontext():
+            return eager.run_here(call, inputs.static)
+
     try:
         with participants.watching() as gradients:
-            graph, returned = capture(lambda: eager.run_here(call, inputs.static), eager.stream)
+            graph, returned = capture(run, eager.stream, code_of(eager.step))
         outputs = Outputs(returned)
     except Uncapturable:
         for restore in (gradients.restore, *restores):
@@ -336,9 +355,10 @@ def capture_call(call: StepCall, eager: EagerStream, participants: Participants,
     inputs.note_writes()
     held = gradients.held()
     gradients.restore()  # nothing has run yet: those that the step will leave behind hold no values
-    return CapturedCall(graph, inputs, outputs, held, alive, CallPattern(call))
+    return CapturedCall(graph, inputs, outputs, held, [*alive, constants.kept], CallPattern(call))
 
 
+HOST_COPY = "the host waits for the device or copies from pageable memory"
 LEGACY_STREAM = "legacy stream depend on a capturing"
 """What CUDA says of a capture that waits for the default stream."""
 
@@ -359,20 +379,24 @@ def renew_gradient_nodes(leaves: Collection[Tensor]) -> None:
 class Uncapturable(Exception):  # noqa: N818 -- it is a finding, and always caught
     """Why a graph cannot stand in for the step, as the end of a sentence."""
 
+    line = 0
+    """Of the step itself, at which it is known."""
+
 
 def capture(
-    run: Callable[[], Any], stream: torch.cuda.Stream, is_tidied: bool = True
+    run: Callable[[], Any], stream: torch.cuda.Stream, code: CodeType | None, is_tidied: bool = True
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of what `run` enqueues, and what it returned. After an exception nothing is captured.
 
-    `is_tidied`: whether garbage is collected and unused memory given back first, which takes a while.
+    `code`: of the step that it runs. `is_tidied`: whether garbage is collected and unused memory given back first,
+    which takes a while.
     """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     if is_tidied:
         gc.collect()
         torch.cuda.empty_cache()
-    reason = ""
+    reason: Uncapturable | None = None
     with torch.cuda.stream(stream), _undisturbed():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -380,13 +404,14 @@ def capture(
                 result = run()
             graph.capture_end()
         except Exception as error:
-            reason = _reason_of(error)
+            reason = Uncapturable(_reason_of(error))
+            reason.line = next((line for frame, line in walk_tb(error.__traceback__) if frame.f_code is code), 0)
         except BaseException:
             _abandon(graph, pool)
             raise
         if reason:  # the error is gone by now, and with it the tensors that its traceback held
             _abandon(graph, pool)
-            raise Uncapturable(reason)
+            raise reason
     return graph, result
 
 
@@ -452,7 +477,7 @@ def _reason_of(error: Exception) -> str:
     at = f"at {line} " if line else "somewhere "
     if _SYNC_MESSAGES.search(text):
         return (
-            f"{at}the host waits for the device or copies from pageable memory, and a graph replays device work alone; "
+            f"{at}{HOST_COPY}, and a graph replays device work alone; "
             "move that out of the step, or read the value later"
         )
     return f"{at}capturing it failed with «{text}»"

@@ -18,14 +18,16 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import chain
+from types import CodeType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
 from keepbusy.runtime.graph.captured_call import (
+    HOST_COPY,
     LEGACY_STREAM,
     CapturedCall,
     EagerStream,
@@ -53,8 +55,9 @@ from keepbusy.runtime.graph.replay_check import (
     is_compared,
     replay_compared,
 )
-from keepbusy.runtime.graph.user_lines import LineTracer, depth_of_user
+from keepbusy.runtime.graph.user_lines import LaunchedLines, LineTracer, code_of, depth_of_user
 from keepbusy.runtime.module_parts import submodules
+from keepbusy.runtime.tensor_kinds import flatten_result
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -234,6 +237,8 @@ class Rehearsal:
 
     def __init__(self, eager: EagerStream) -> None:
         self.participants, self.finding = Participants(), ""
+        self.line = 0
+        """Of the step, where it does what is found; 0 where that is not known."""
         self.worth = ReplayWorth()
         self.holds = False
         """Whether schedules step once the call is over."""
@@ -277,7 +282,7 @@ class Rehearsal:
 
     def _result(self, returned: Any, gradients: Gradients) -> Any:
         """What the caller gets: as a replay would return it, or as it is where no replay can."""
-        if gradients.may_go_back(tree_leaves(returned)):
+        if gradients.may_go_back(flatten_result(returned)[0]):
             self.finding = BACKWARD_LATER
             return returned
         return detached(returned)
@@ -329,7 +334,7 @@ class Rehearsal:
     def _find_line(self, call: StepCall) -> Any:
         """What changes once and not again was made when it was first needed, or by another thread."""
         traced, before = self._changes[0], self.host.read()
-        tracer = LineTracer(self.host.reader(traced.key))
+        tracer = LineTracer(self.host.reader(traced.key), code_of(self._eager.step))
         with self.participants.watching() as gradients:
             returned = self._result(tracer.run(lambda: self._eager.run(call)), gradients)
         if self.finding:
@@ -337,6 +342,7 @@ class Rehearsal:
         again, known = changes_between(before, self.host.read()), {change.key for change in self._changes}
         if any(change.key == traced.key for change in again):
             self.finding = f"at {tracer.found} it {traced.why}" if tracer.found else f"it {traced.why}"
+            self.line = tracer.line_of_step
         else:
             self._changes, self._seen = [change for change in again if change.key in known], call.kind
         return returned
@@ -344,12 +350,12 @@ class Rehearsal:
 
 def constants_of(returned: Any) -> list[Any]:
     """Numbers and texts that a step returns."""
-    return [one for one in tree_flatten(returned)[0] if type(one) in PLAIN]
+    return [one for one in flatten_result(returned)[0] if type(one) in PLAIN]
 
 
 def detached(returned: Any) -> Any:
     """As a replay would return it: without the graph of its gradients."""
-    leaves, spec = tree_flatten(returned)
+    leaves, spec = flatten_result(returned)
     return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
@@ -491,7 +497,7 @@ class StepGraphs:
         before = self._host.read()
         with self._participants.watching() as gradients, self._written.watching():
             returned = self._eager(call)
-        if gradients.may_go_back(tree_leaves(returned)):
+        if gradients.may_go_back(flatten_result(returned)[0]):
             self._capturable[kind] = False
             self._warn(f"eagerly for some arguments: {BACKWARD_LATER}")
             return returned
@@ -506,7 +512,7 @@ class StepGraphs:
         self._changed[kind] = {change.key for change in changes}
         self._key.add([gradient.leaf for gradient in gradients.held()])
         self._key.remember_places()
-        return returned
+        return detached(returned)
 
     def _takes_in_more(self, call: StepCall, kind: Any) -> bool:
         """Whether graphs take in floats from here on of which they kept a value each: nothing else is new."""
@@ -546,14 +552,18 @@ class StepGraphs:
         return captured.replay_filled(call.tensors)
 
     def _captured_once(self, call: StepCall, alive: list[Any]) -> CapturedCall:
+        """What some steps alone need is done where a capture has failed for the lack of it."""
         with self._rates.on_device(), self._written.watching(is_captured=True):
+            capture = functools.partial(capture_call, call, self._eager_stream, self._participants, alive)
             try:
-                return capture_call(call, self._eager_stream, self._participants, alive)
+                return capture()
             except Uncapturable as reason:
-                if LEGACY_STREAM not in str(reason):
+                is_of_stream, has_constants = LEGACY_STREAM in str(reason), HOST_COPY in str(reason)
+                if not (is_of_stream or has_constants):
                     raise
-            renew_gradient_nodes(self._participants.gathering())
-            return capture_call(call, self._eager_stream, self._participants, alive)
+            if is_of_stream:
+                renew_gradient_nodes(self._participants.gathering())
+            return capture(has_constants)
 
     def _warn_full(self, call: StepCall, kind: Any) -> None:
         if not self._full:
@@ -580,11 +590,22 @@ def graph(step: Callable[P, R]) -> Graphed[P, R]:
     return Graphed(step)
 
 
+class DividedStep(NamedTuple):
+    """A step that calls parts of itself, which are graphed, and runs what stands between them."""
+
+    run: Callable[..., Any]
+    graphed: list[Graphed[..., Any]]
+
+
 class Graphed(Generic[P, R]):
     """Called like the step. What it returns is the caller's to keep: no later call changes it."""
 
     warns = True
     """Whether a warning says why calls are eager."""
+    divide: Callable[[Callable[..., Any], LaunchedLines], DividedStep | None] | None = None
+    """Makes the step one that is captured in parts, where it cannot be captured whole."""
+    whole: Graphed[..., Any] | None = None
+    """The step that this is a part of."""
 
     def __init__(self, step: Callable[P, R]) -> None:
         functools.update_wrapper(self, step)
@@ -595,6 +616,9 @@ class Graphed(Generic[P, R]):
         self._bound: dict[Any, Graphed[..., Any]] = {}
         """The step with each of the objects that it was given."""
         self._recent_bound: tuple[list[Any], Any] = ([], None)
+        self._parts: DividedStep | None = None
+        self._staying = set[int]()
+        """Lines that no part may hold."""
         self._call: Callable[..., Any] = self._first
 
     def __call__(self, *arguments: P.args, **options: P.kwargs) -> R:
@@ -609,14 +633,16 @@ class Graphed(Generic[P, R]):
     @property
     def replays(self) -> int:
         """How many calls were replayed, those among them that were compared with an eager call."""
-        return self._tally["replayed"] + self._tally["compared"]
+        own = self._tally["replayed"] + self._tally["compared"]
+        return own + max((part.replays for part in self._parts.graphed), default=0) if self._parts else own
 
     def report(self) -> str:
         """How its calls were run, and why not otherwise."""
         names = ("replayed", *["compared"] * bool(self._tally["compared"]), "captured", "eager")
         counts = ", ".join(f"{self._tally[name]} {name}" for name in names)
         why = next((one for one in (self._why, *(inner._why for inner in self._bound.values())) if one), "")
-        return f"{self.name}: {counts}" + (f"; {why}" if why else "")
+        parts = [f"\n{part.report()}" for part in self._parts.graphed] if self._parts else []
+        return f"{self.name}: {counts}" + (f"; {why}" if why else "") + "".join(parts)
 
     def _first(self, *arguments: Any, **options: Any) -> Any:
         """Whether there is a GPU is asked when there is something to do."""
@@ -666,7 +692,7 @@ class Graphed(Generic[P, R]):
         self._tally["eager"] += 1
         returned = rehearsal.run(call)
         if rehearsal.finding:
-            self._give_up(rehearsal.finding)
+            self._divide(rehearsal.finding, rehearsal.line)
         return returned
 
     def _replay(self, *arguments: Any, **options: Any) -> Any:
@@ -677,8 +703,8 @@ class Graphed(Generic[P, R]):
             returned = (graphs.run if graphs.is_decided else graphs.run_timed)((arguments, options))
         except Uncapturable as reason:
             self.release()
-            self._give_up(str(reason))
-            return self._eager(*arguments, **options)
+            self._divide(str(reason), reason.line)
+            return self._call(*arguments, **options)
         if graphs.finding:
             self.release()
             self._give_up(graphs.finding)
@@ -689,6 +715,42 @@ class Graphed(Generic[P, R]):
         if self._call == self._replay:
             self._graphs.release()
         self._call = self._eager
+
+    def _divide(self, reason: str, line: int) -> None:
+        """It cannot be captured whole. `line`: where it does what a graph cannot. The next call shows which of its
+        lines launch, and which have to stay besides."""
+        code = code_of(self._step)
+        if self.whole is not None and line:
+            self._give_up(reason)
+            self.whole._divide_anew(line)
+        elif self.divide is None or code is None or reason == BACKWARD_LATER:
+            self._give_up(reason)
+        else:
+            self._staying.add(line)
+            self._call = functools.partial(self._eager_divided, code, reason)
+
+    def _divide_anew(self, line: int) -> None:
+        """One of its parts cannot be captured, for what it does at this line."""
+        if self._parts is not None and line not in self._staying:
+            for part in self._parts.graphed:
+                part.release()
+            self._divide(self._why.partition(": ")[2], line)
+
+    def _eager_divided(self, code: CodeType, reason: str, /, *arguments: Any, **options: Any) -> Any:
+        is_first, self._call = self._parts is None, self._eager
+        with LaunchedLines(code) as lines:
+            returned = self._eager(*arguments, **options)
+        lines.staying |= self._staying
+        self._parts = self.divide(self._step, lines) if self.divide is not None else None
+        if self._parts is None:
+            self._give_up(reason)
+            return returned
+        for part in self._parts.graphed:
+            part.warns, part.whole = False, self
+        self._call = self._parts.run
+        if is_first:
+            self._warn(f"in parts: {reason}")
+        return returned
 
     def _give_up(self, reason: str) -> None:
         self._warn(f"eagerly: {reason}")

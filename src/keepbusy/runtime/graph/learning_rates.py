@@ -37,6 +37,8 @@ class LearningRates:
         self._rates: list[_LearningRate] = []
         for optimizer in optimizers:
             groups, kind = optimizer.param_groups, type(optimizer)
+            if kind is torch.optim.SGD:  # it notes so at its first fused step, whose weights are looked at here
+                vars(optimizer).setdefault("_need_device_dtype_check_for_fused", False)
             if is_scaled and kind in fusible and all(_may_be_fused(group, sparse) for group in groups):
                 self._scaled.append(optimizer)
                 self._rates += [_LearningRate(group, {"fused": True, "foreach": False}, True) for group in groups]

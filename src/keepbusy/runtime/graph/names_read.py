@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import Optimizer
 
-from keepbusy.runtime.graph.user_lines import is_users
+from keepbusy.runtime.graph.user_lines import OURS, is_users
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CODE = (FunctionType, MethodType, ModuleType, type)
@@ -62,7 +62,8 @@ class StepNames:
             key = function and (function.__code__, id(function.__closure__), id(owner))
             if function is None or key in self._functions:
                 continue
-            if is_users(function.__code__.co_filename) or not self._functions:
+            file = function.__code__.co_filename
+            if is_users(file) or not (self._functions or file.startswith(OURS)):
                 self._read(function, owner, (bound or {}) if not self._functions else {})
                 self._functions[key] = owner
         self.reads = [*self._found.values()]

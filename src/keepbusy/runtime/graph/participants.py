@@ -25,6 +25,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.module_parts import own_weights
 
+_FREED = "keepbusy: a backward pass has gone through for the last time"
+"""Noted at nodes of graphs of gradients."""
+
 
 class Participants:
     """All that took part in the calls that were watched so far, in the order in which they did."""
@@ -125,8 +128,6 @@ class Gradients:
         self._found: list[tuple[weakref.ref[Tensor], Tensor | None, int]] = []
         self._applied: set[int] = set()
         self._stepped: set[int] = set()
-        self._freed: set[Any] = set()
-        """Nodes of graphs of gradients that a backward pass has gone through for the last time."""
         self._went_back = False
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -143,7 +144,7 @@ class Gradients:
             if one.grad_fn is None:
                 if not self._went_back:
                     return True
-            elif not any(node in self._freed for node in _nodes_behind([one.grad_fn])):
+            elif not any(_FREED in node.metadata for node in _nodes_behind([one.grad_fn])):
                 return True
         return False
 
@@ -159,7 +160,7 @@ class Gradients:
             if type(node).__name__ == "AccumulateGrad":
                 self._note([node.variable])
             elif not keeps_graph:
-                self._freed.add(node)
+                node.metadata[_FREED] = True  # a list of them here would keep the tensors of the step alive
         self._went_back |= not keeps_graph
 
     def keep_those_alive(self) -> list[Tensor]:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall, sync_mode
 from keepbusy.runtime.graph.host_state import HostState, changes_between
 from keepbusy.runtime.graph.names_read import is_a
 from keepbusy.runtime.graph.participants import Participants
 from keepbusy.runtime.graph.reachable import bytes_of, content_sum, has_memory, writes_to
+from keepbusy.runtime.tensor_kinds import flatten_result
 
 COMPARED_FIRST = 3
 """So many replays of a graph are compared with an eager call, and from then on each whose number is a power of two."""
@@ -134,7 +135,7 @@ class Outcome:
     """What a call made: results, tensors that it writes to, gradients and random numbers, by name."""
 
     def __init__(self, returned: Any, tensors: list[tuple[str, Tensor]], leaves: list[Tensor], is_kept: bool) -> None:
-        results, self.spec = tree_flatten(returned)
+        results, self.spec = flatten_result(returned)
         labels = {id(tensor): label for label, tensor in tensors}
         named = [(f"result {place}", result) for place, result in enumerate(results)]
         named += [(f"`{label}`", tensor) for label, tensor in tensors]

@@ -514,6 +514,7 @@ def patch() -> None:
         setattr(module, name, _function_named(name, _constant(value)))
 
     torch.version.cuda = CUDA_VERSION
+    cuda._initialized = True  # else checkpointing leaves the random numbers of devices alone
     cuda.default_generators = DEFAULTS.all()
     torch.Generator = GeneratorOfAnyDevice
     torch.Stream, torch.Event = Stream, Event

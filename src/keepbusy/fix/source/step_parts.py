@@ -1,0 +1,107 @@
+"""A step that cannot be captured whole is captured in parts: its function is rewritten as `keepbusy fix` writes a graph
+into a source, and what stands between the parts runs as it is written."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from itertools import count
+from types import CodeType, FunctionType, MethodType
+from typing import Any, ParamSpec, TypeVar
+
+from keepbusy.fix.source.in_memory import give_lines
+from keepbusy.fixes.definition import LIFTED, CapturedLines
+from keepbusy.runtime.graph import graphed_step
+from keepbusy.runtime.graph.user_lines import LaunchedLines
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_numbers = count(1)
+
+
+def graph(step: Callable[P, R]) -> graphed_step.Graphed[P, R]:
+    """The step, captured as a CUDA graph and replayed: one launch in place of many. Where it cannot be captured whole,
+    parts of it are. Without CUDA, the step itself."""
+    made = graphed_step.graph(step)
+    if not made.name.startswith(LIFTED):
+        made.divide = divided
+    return made
+
+
+def divided(step: Callable[..., Any], lines: LaunchedLines) -> graphed_step.DividedStep | None:
+    """The step with parts of it captured. None where its source is not at hand, or nothing in it is worth a graph."""
+    function: Any = getattr(step, "__func__", step)
+    if not isinstance(function, FunctionType) or find_spec("libcst") is None:
+        return None
+    code = function.__code__
+    source = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    if not _is_of(source, code):
+        return None
+    rewritten = _rewritten(source, code, lines)
+    if rewritten is None:
+        return None
+    new, parts = rewritten
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    if not cells.keys() >= {*new.co_freevars}:
+        return None
+    graphed = []
+    for part in parts:
+        made = graphed_step.graph(FunctionType(part, function.__globals__))
+        function.__globals__[part.co_name] = made
+        graphed.append(made)
+    closure = tuple(cells[name] for name in new.co_freevars)
+    run: Any = FunctionType(new, function.__globals__, function.__name__, function.__defaults__, closure)
+    run.__kwdefaults__ = function.__kwdefaults__
+    return graphed_step.DividedStep(MethodType(run, step.__self__) if isinstance(step, MethodType) else run, graphed)
+
+
+def _is_of(source: str, code: CodeType) -> bool:
+    """Whether the function was made of this source, which somebody may have changed since."""
+    try:
+        found = _code_named(compile(source, code.co_filename, "exec", dont_inherit=True), code)
+    except (SyntaxError, ValueError):
+        return False
+    return found is not None and (found.co_code, found.co_names) == (code.co_code, code.co_names)
+
+
+def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeType, list[CodeType]] | None:
+    """The function's code, and of its parts."""
+    from keepbusy.fixes.source.graphs import origins_of
+    from keepbusy.fixes.source.rewriting import edited
+
+    launching = tuple(sorted((line, launches) for line, launches in lines.launching.items() if line))
+    captured = CapturedLines(code.co_filename, code.co_name, launching, tuple(sorted(lines.staying)))
+    new = edited(source, "graph", [], captured) if launching else None
+    if new is None:
+        return None
+    tree = ast.parse(new)
+    known = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    lifted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name not in known]
+    names = {node.name: f"{node.name} of {code.co_qualname} {next(_numbers)}" for node in lifted}
+    for node in lifted:  # no name that the program could have
+        node.name = names[node.name]
+    for called in ast.walk(tree):
+        if isinstance(called, ast.Name) and called.id in names:
+            called.id = names[called.id]
+    give_lines(tree, new, source.encode(), origins_of(new, source))
+    module = compile(tree, code.co_filename, "exec", dont_inherit=True)
+    inner = [one for one in _all_codes(module) if one.co_name in names.values()]
+    found = _code_named(module, code)
+    return None if found is None else (found, inner)
+
+
+def _all_codes(code: CodeType) -> Iterator[CodeType]:
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield one
+            yield from _all_codes(one)
+
+
+def _code_named(module: CodeType, code: CodeType) -> CodeType | None:
+    """That of the same function."""
+    found = [one for one in _all_codes(module) if one.co_qualname == code.co_qualname]
+    if len(found) > 1:
+        found = [one for one in found if one.co_firstlineno == code.co_firstlineno]
+    return found[0] if len(found) == 1 else None
