@@ -11,8 +11,6 @@ from itertools import count
 from types import CodeType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
-from keepbusy.fix.source.in_memory import give_lines
-from keepbusy.fixes.definition import LIFTED, CapturedLines
 from keepbusy.runtime.graph import graphed_step
 from keepbusy.runtime.graph.user_lines import LaunchedLines
 
@@ -25,8 +23,7 @@ def graph(step: Callable[P, R]) -> graphed_step.Graphed[P, R]:
     """The step, captured as a CUDA graph and replayed: one launch in place of many. Where it cannot be captured whole,
     parts of it are. Without CUDA, the step itself."""
     made = graphed_step.graph(step)
-    if not made.name.startswith(LIFTED):
-        made.divide = divided
+    made.divide = divided
     return made
 
 
@@ -67,7 +64,9 @@ def _is_of(source: str, code: CodeType) -> bool:
 
 
 def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeType, list[CodeType]] | None:
-    """The function's code, and of its parts."""
+    """The function's code, and of its parts. What rewrites a source is loaded when a step needs it."""
+    from keepbusy.fix.source.in_memory import give_lines
+    from keepbusy.fixes.definition import CapturedLines
     from keepbusy.fixes.source.graphs import origins_of
     from keepbusy.fixes.source.rewriting import edited
 
