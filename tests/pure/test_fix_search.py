@@ -12,7 +12,7 @@ pytest.importorskip("libcst")
 from diagnoses import MS, STALLED, ms
 
 from keepbusy.causes.places import Where
-from keepbusy.cli.fix import DifferentResults, FixSearch, TrialRun
+from keepbusy.cli.fix import CandidateRuns, DifferentResults, FixSearch, TrialRun
 from keepbusy.explain.diagnosis import PlannedFix, Prediction
 from keepbusy.fix.source.proof import RunResults
 from keepbusy.timeline.files import BadInput
@@ -158,3 +158,26 @@ capture as a CUDA graph at train.py:4
   by hand"""
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(("last", "said"), [(1.5, "`capturable=True`"), (1.4, "its weights differ by up to 50%")])
+def test_a_graph_is_held_against_optimizers_that_round_as_it_does(last: float, said: str) -> None:
+    """Where their rounding grows: what the graph itself changes shows then."""
+
+    def computed(last: float) -> RunResults:
+        return RunResults(losses=[1.0], weights=[1], last=[last])
+
+    class Stub(CandidateRuns):
+        def tried(self, sources: dict[str, str], what: str, capturable: bool = False) -> TrialRun:
+            return TrialRun(STALLED, 100 * MS, computed(last if capturable else 1.0))
+
+    runs = Stub.__new__(Stub)
+    runs._computes, runs._is_modelled, runs._unprovable, runs._capturable = True, True, None, None
+    own, graph = TrialRun(STALLED, 100 * MS, computed(1.0)), planned("graph", 4, 9)
+    quick = replace(STALLED, plain_step=STALLED.plain_step // 2)
+    after = TrialRun(quick, 50 * MS, computed(1.5))
+    try:
+        found = runs.proven(graph, "graph", own, ({}, own), after)
+    except DifferentResults as error:
+        found = str(error)
+    assert said in found

@@ -223,6 +223,8 @@ class CandidateRuns:
         hint_at_own_options(options, add_arguments)
         self._folder, self._count = folder, 0
         self._began, self._longest, self._minutes = time.monotonic(), 0.0, options.minutes
+        self._capturable: RunResults | None = None
+        """What the program computes with the optimizers that a graph needs."""
         self._unprovable: str | None = None
         """Why nothing can be proven of this program; "" once it is known to compute the same twice."""
         self._is_modelled, self._computes = options.clock == "modelled", options.values == "real"
@@ -230,8 +232,8 @@ class CandidateRuns:
         given = handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks", "values"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
-    def tried(self, sources: dict[str, str], what: str) -> TrialRun:
-        """`what`: which run it is, for who looks on."""
+    def tried(self, sources: dict[str, str], what: str, capturable: bool = False) -> TrialRun:
+        """`what`: which run it is, for who looks on. `capturable`: with the optimizers that a graph needs."""
         from keepbusy.fix.source.proof import RunResults
         from keepbusy.timeline.busy_file import load
 
@@ -239,7 +241,7 @@ class CandidateRuns:
         folder, began = self._folder / str(self._count), time.monotonic()
         folder.mkdir()
         about = f" of about {self._longest:.0f} s" if self._longest else ""
-        self._run(sources, folder, f"run {self._count} of {self.name}, {what}", about)
+        self._run(sources, folder, f"run {self._count} of {self.name}, {what}", about, capturable)
         self._longest = max(self._longest, time.monotonic() - began)
         timeline = load(folder / "run.busy")
         if not timeline.on_device.any():
@@ -280,7 +282,9 @@ class CandidateRuns:
         edit = edit_of(way)
         tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
         sources, before = without
-        different = (own if tolerance else before).computed.same(after.computed, tolerance)
+        different, of_whom = (own if tolerance else before).computed.same(after.computed, tolerance), ""
+        if different and way == "graph" and self._computes:
+            different, of_whom = self._against_capturable(different, after, tolerance)
         if different and self._computes:
             if self._unprovable is None:
                 again = own.computed.same(self.tried({}, "as it is, again").computed, 0)
@@ -299,12 +303,25 @@ class CandidateRuns:
         what = "the run" if planned.is_beside_steps else "a step"
         if was - now < least:
             raise BadInput(f"it saves nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
-        same = f"results within {100 * tolerance:g}%, for {why}" if tolerance else "the same results to the last bit"
+        same = "the same results to the last bit"
+        same = f"results within {100 * tolerance:g}%{of_whom}, for {why}" if tolerance else same
         same = same if self._computes else "results not compared, since nothing is computed with --values none"
         foretold = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
         return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
 
-    def _run(self, sources: dict[str, str], folder: Path, what: str, about: str) -> None:
+    def _against_capturable(self, different: str, after: TrialRun, tolerance: float) -> tuple[str, str]:
+        """What differs, and else of whom the results are. A graph needs PyTorch's `capturable` optimizers, whose
+        rounding grows in some programs, as GANs: what the graph itself changes shows against a run with these."""
+        if self._capturable is None:
+            try:
+                self._capturable = self.tried({}, "as it is, with capturable optimizers", capturable=True).computed
+            except BadInput:  # they are not for it, as with weights on the CPU
+                return different, ""
+        if not self._capturable.weights or self._capturable.same(after.computed, tolerance):
+            return different, ""
+        return "", " of the program with `capturable=True`"
+
+    def _run(self, sources: dict[str, str], folder: Path, what: str, about: str, capturable: bool) -> None:
         from keepbusy.fix.source.planned_edits import source_of
         from keepbusy.fix.source.proof import ASKED
         from keepbusy.fixes.source.graphs import origins_of
@@ -312,7 +329,8 @@ class CandidateRuns:
         kept, asked = folder / "run.busy", folder / "asked.json"
         whole = {str(Path(file).resolve()): source for file, source in sources.items()}
         origins = {file: origins_of(source, source_of(file)) for file, source in whole.items()}
-        asked.write_text(json.dumps({"sources": whole, "origins": origins, "witness": str(folder)}), encoding="utf-8")
+        told = {"sources": whole, "origins": origins, "witness": str(folder), "capturable": capturable}
+        asked.write_text(json.dumps(told), encoding="utf-8")
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             child = subprocess.Popen(
                 [sys.executable, "-m", "keepbusy", "run", "--save", str(kept), *self._command],

@@ -7,6 +7,7 @@ roots of backward passes; of a program that only infers, what its models return 
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import os
 import random
@@ -42,8 +43,25 @@ def begin(peek: Peek, rank: Callable[[], int]) -> None:
     when_imported("numpy", lambda: sys.modules["numpy"].random.seed(0))
     witness = _Witness(peek)
     when_imported("torch", witness.begin)
+    if asked.get("capturable"):
+        when_imported("torch.optim", lambda: _choose_capturable(patches))
     when_imported("keepbusy.runtime.graph.graphed_step", lambda: _replay_uncompared(patches))
     atexit.register(lambda: witness.leave(Path(asked["witness"]), rank()))
+
+
+def _choose_capturable(patches: Patches) -> None:
+    """PyTorch's optimizers are made as a graph needs them, where the program chose nothing else."""
+    for kind in vars(sys.modules["torch.optim"]).values():
+        if isinstance(kind, type) and "capturable" in inspect.signature(kind).parameters:
+            patches.replace(kind, "__init__", _made_capturable)
+
+
+def _made_capturable(plain: Function) -> Function:
+    def init(optimizer: Any, *args: Any, **options: Any) -> None:
+        is_chosen = options.get("fused") or options.get("differentiable")
+        plain(optimizer, *args, **options if is_chosen else {"capturable": True} | options)
+
+    return init
 
 
 def _replay_uncompared(patches: Patches) -> None:
