@@ -544,6 +544,47 @@ def test_a_backward_pass_is_not_captured_without_its_forward_pass(made: str, is_
     assert ("    loss.backward()" in (new or "").partition("def train")[0]) == is_captured
 
 
+@pytest.mark.parametrize(("view", "is_captured"), [("out[1:].view(-1, 4)", False), ("target.view(out.shape)", True)])
+def test_a_view_of_what_goes_back_goes_back(view: str, is_captured: bool) -> None:
+    new = captured(f"""\
+        import torch
+
+        def train(loader, model, optimizer, criterion):
+            for x, target in loader:  # loop
+                out = model(x)  # launches
+                flips = coins(out.tolist())  # stays
+                rows = {view}
+                loss = criterion(rows, flips)  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+    """)
+    assert ("    loss.backward()" in (new or "").partition("def train")[0]) == is_captured
+
+
+@pytest.mark.parametrize(
+    ("begin", "held"), [("", ["optimizer.step()"]), ("model.train()", ["model.train()", "eval()"])]
+)
+def test_a_region_leaves_modules_in_the_mode_they_were_in(begin: str, held: list[str]) -> None:
+    """One that ends in another mode would be refused when it is replayed."""
+    new = captured(f"""\
+        import torch
+
+        def train(loader, model, optimizer, criterion):
+            for x, y in loader:  # loop
+                {begin or "pass"}
+                loss = criterion(model(x), y)  # launches
+                {"pass" if begin else "rows = chosen(loss.tolist())  # stays"}
+                {"loss.backward()  # launches" if begin else "pass"}
+                optimizer.step()  # launches
+                model.eval()
+                out = model(x)  # launches
+                print(out.tolist())  # stays
+    """)
+    lifted = (new or "").partition("def train")[0]
+    assert all(line in lifted for line in held), new
+    assert ("eval()" in lifted) == bool(begin)
+
+
 def test_a_method_named_train_is_no_mode() -> None:
     source = """\
         import keepbusy

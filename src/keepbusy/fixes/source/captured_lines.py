@@ -80,6 +80,8 @@ _COLLECTING = _PREPARING | {
     *("perf_counter", "time", "monotonic"),
 }
 """What keeps and shows results: it may stand behind captured statements that it stood before."""
+_MODES = {"train", "eval"}
+_SETS_STAGE = _MODES | {"zero_grad"}
 _SETS_UP = {"train", "eval", "zero_grad", "unscale_", "parameters"}
 _LOOKS_AT_ITSELF = {"super", "locals", "globals", "vars", "eval", "exec", "__class__"}
 
@@ -434,21 +436,22 @@ class _Function:
 
     def _may_ask_gradient(self, name: str, line: int) -> bool:
         """Whether a model, or a function of the program's own, makes it last before this line, at one that launches
-        kernels; or what it is made of."""
+        kernels; or what it is made of, or a view of."""
         stores = [part for part in self._own if isinstance(part, ast.Assign) and name in Uses([part]).stores]
         before = [part for part in stores if part.lineno < line]
         last = max(before, key=lambda part: part.lineno, default=None)
-        if last is None or not Statement([last]).has(self._launching) or _stands_in(self._gradless, last.lineno):
+        if last is None or _stands_in(self._gradless, last.lineno):
             return False
         calls = [call.func for call in ast.walk(last) if isinstance(call, ast.Call)]
         if any(isinstance(made, ast.Attribute) and made.attr in _WITHOUT_GRADIENT for made in calls[:1]):
             return False
-        loops = [part for part in self._own if isinstance(part, _LOOPS)]
-        values = {stored for loop in loops for stored in Uses([loop]).stores}  # others are there before the loop
-        makers = {base_name(made) for made in calls if isinstance(made, ast.Name) or base_name(made) not in values}
-        if makers - self.file.imported - {*dir(builtins)} - {""}:
-            return True
-        return any(self._may_ask_gradient(one, last.lineno) for one in Uses([last.value]).loads)
+        if Statement([last]).has(self._launching):  # else it is at most a view of something
+            loops = [part for part in self._own if isinstance(part, _LOOPS)]
+            values = {stored for loop in loops for stored in Uses([loop]).stores}  # others are there before the loop
+            makers = {base_name(made) for made in calls if isinstance(made, ast.Name) or base_name(made) not in values}
+            if makers - self.file.imported - {*dir(builtins)} - {""}:
+                return True
+        return any(self._may_ask_gradient(one, last.lineno) for one in _names_with_gradients([last.value]))
 
     def _live(self, rest: Sequence[Statement], path: Sequence[_Enclosing]) -> set[str]:
         """Names that are read after the region before they are stored again: further on, in the next iteration, or in
@@ -493,11 +496,15 @@ class _GrowingRegion:
         self._waiting: list[Statement] = []
         """Neutral ones since the last that is captured."""
         self._before, self._after = list[Statement](), list[Statement]()
+        first = begin
+        while first > 0 and kinds[first - 1] == _CaptureKind.NEUTRAL and statements[first - 1].called & _SETS_STAGE:
+            first -= 1
+        self._begins_with_mode = any(statement.called & _MODES for statement in statements[first:begin])
         place = begin + 1
         while place < len(statements) and self._take(place):
             place += 1
-        sets_modes = any(statement.called & {"train", "eval"} for statement in self.region.captured)
-        wanted = {"zero_grad", "train", "eval"} if sets_modes else {"zero_grad"}
+        sets_modes = any(statement.called & _MODES for statement in self.region.captured)
+        wanted = _SETS_STAGE if sets_modes else _SETS_STAGE - _MODES
         while begin > 0 and kinds[begin - 1] == _CaptureKind.NEUTRAL and statements[begin - 1].called & wanted:
             begin -= 1
             self.region.captured.insert(0, statements[begin])
@@ -551,7 +558,10 @@ class _GrowingRegion:
         return all(self._function.is_independent(statement, other) for other in passed)
 
     def _serves(self, statement: Statement, place: int) -> bool:
-        """Whether captured statements need it: they read what it stores, or it clears gradients or sets a mode."""
+        """Whether captured statements need it: they read what it stores, or it clears gradients or sets a mode. That it
+        may where the region has set one before: else modules would be in another mode behind it."""
+        if statement.called & _MODES and not self._begins_with_mode:
+            return False
         following = zip(self._statements[place:], self._kinds[place:], strict=True)
         read = {name for late, kind in following if kind == _CaptureKind.CAPTURED for name in late.uses.loads}
         return bool(statement.called & _SETS_UP or {*statement.uses.stores} & read)
@@ -669,16 +679,20 @@ def _only_returns(function: ast.FunctionDef) -> bool:
     return not function.decorator_list and not acts and not _writes_into(body)
 
 
+def _names_with_gradients(nodes: Iterable[ast.AST]) -> set[str]:
+    """Those that more is asked of than a value, a size or a type."""
+    parts = [part for node in nodes for part in ast.walk(node)]
+    ends = [part.value for part in parts if isinstance(part, ast.Attribute) and part.attr in _WITHOUT_GRADIENT]
+    looked_into = {id(inner) for end in ends for inner in ast.walk(end)}
+    return {part.id for part in parts if isinstance(part, ast.Name) and id(part) not in looked_into}
+
+
 def _goes_back(results: Set[str], statements: Iterable[Statement]) -> bool:
     """Whether a backward pass in these statements may begin at what comes of these results: the graph of gradients ends
     with a replay."""
     of_results = {*results}
     for statement in statements:
-        attributes = [part for part in statement.parts if isinstance(part, ast.Attribute)]
-        ends = [part.value for part in attributes if part.attr in _WITHOUT_GRADIENT]
-        looked_into = {id(inner) for end in ends for inner in ast.walk(end)}
-        names = {part.id for part in statement.parts if isinstance(part, ast.Name) and id(part) not in looked_into}
-        if names & of_results:
+        if _names_with_gradients(statement.nodes) & of_results:
             if "backward" in statement.called:
                 return True
             of_results |= {*statement.uses.stores}
