@@ -13,7 +13,8 @@ from told import TRAIN, told
 
 from keepbusy.causes.cause_inputs import CauseInputs
 from keepbusy.fixes import FIXES
-from keepbusy.fixes.capture import Capture, capture_of
+from keepbusy.fixes import capture as capturing
+from keepbusy.fixes.capture import Capture, capture_of, drawing_lines
 from keepbusy.timeline.model import Direction, Kind
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
@@ -188,3 +189,42 @@ def test_in_a_log_what_came_before_a_call_may_be_of_the_statement_before(logged:
 
     lines = capture_of(CauseInputs(loop(body, 8).change_facts(logged=logged)), FIXES).lines
     assert [line for one in lines if one.function == "train" for line, _ in one.launching] == launching
+
+
+DRAWING = """\
+import random
+import numpy as np
+
+def main():
+    np.random.seed(0)
+    def step(x):
+        return x * np.random.beta(1, 1)
+    return step
+
+class Model:
+    def forward(self, x):
+        return x if random.random() < 0.5 else -x
+"""
+
+
+def test_functions_that_draw_random_numbers_are_known_by_their_lines() -> None:
+    assert drawing_lines(DRAWING) == {7, 12}
+    assert drawing_lines("def broken(:") == set()
+
+
+def test_what_calls_a_function_that_draws_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replay would draw anew."""
+
+    def body(run: Run) -> None:
+        with run.inside("main.py(3): step"), run.inside("model.py(7): forward"):
+            launches(run)
+        with run.inside("main.py(4): step"):
+            launches(run)
+
+    assert capture(body).share > 0.9
+    sources = {"model.py": "\n" * 5 + "def forward(x):\n    return x * random.random()\n", "main.py": ""}
+    monkeypatch.setattr(capturing, "_sources", lambda _, names: {name: sources[name] for name in names & {*sources}})
+    monkeypatch.setattr(capturing, "_reached", lambda _, launches, *others: np.ones(len(launches), bool))
+    found = capture(body)
+    assert [(lines.file, lines.function) for lines in found.lines] != []
+    assert all(line != 3 for lines in found.lines if lines.file == "main.py" for line, _ in lines.launching)

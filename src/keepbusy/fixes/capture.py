@@ -6,6 +6,7 @@ there has to stay: then the statements of the called function are looked at, and
 
 from __future__ import annotations
 
+import ast
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -21,11 +22,17 @@ from keepbusy.causes.cause import FindingBuilder
 from keepbusy.causes.cause_inputs import IN_A_ROW, CauseInputs
 from keepbusy.causes.places import Where, by_place, named
 from keepbusy.fixes.definition import CapturedLines, Fix, PlacedCause
+from keepbusy.fixes.source.name_flow import own_nodes
 from keepbusy.timeline.frame_roles import Role, source_line
 from keepbusy.timeline.model import NONE, Direction, Frames, Ints, Kind, Mask
 
 FEWEST_LAUNCHES = 8
 """To launch a graph takes as long as to launch one or two kernels, and what it needs is copied to it first."""
+_NO_DRAWS = {
+    *("seed", "default_rng", "RandomState", "Random", "SystemRandom", "Generator"),
+    *("getstate", "setstate", "get_state", "set_state"),
+}
+"""Of the functions of `random` and `numpy.random`."""
 MOST_GRAPHS = 4
 """At one place: each has its memory."""
 
@@ -84,14 +91,15 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tup
     reads[inputs.last_launch[goes & (inputs.copy_of_sync != NONE)]] = True
     stays, launches = _stays(inputs, goes, reads), np.flatnonzero((inputs.command != NONE) & ~reads)
     fed = _fed(inputs, stays, goes)
-    parted = (frames_around(timeline.frames, spans.frame[stays]) & ~fed) | _holds_steps(inputs)
+    drawing = _calls_what_draws(inputs)
+    parted = (frames_around(timeline.frames, spans.frame[stays]) & ~fed) | _holds_steps(inputs) | drawing
     prepared = _prepared(inputs, stays, goes)
     stays_there = stays
     stays = stays & ~prepared
     run = _numbers(inputs, stays, parted)
     held = _alike(inputs, launches, run[launches])
     held = held[~np.isin(run[held], _without_forward(inputs, stays, launches, run))]
-    around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs)
+    around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs) | drawing
     where = inputs.outermost(~around | fed)
     held = held[_in_statements(inputs, held, where[held])]
     lines = _lines(inputs, where[held], around)
@@ -175,6 +183,35 @@ def _holds_steps(inputs: CauseInputs) -> Mask:
         begun = np.searchsorted(marks, frames.start, side="right")
         result |= (timeline.rank_of_lanes[frames.lane] == rank) & (np.searchsorted(marks, frames.end) > begun + 1)
     return result
+
+
+def _calls_what_draws(inputs: CauseInputs) -> Mask:
+    """Frames that call a function in which random numbers of the CPU are drawn: a replay would not draw them anew. That
+    is seen in the sources alone."""
+    frames, names = inputs.timeline.frames, inputs.timeline.names
+    places = [source_line(name) for name in names]
+    drawing = {file: drawing_lines(source) for file, source in _sources(inputs, {at[0] for at in places if at}).items()}
+    draws = np.array([at is not None and at[1] in drawing.get(at[0], ()) for at in places] or [False])[frames.name]
+    callers = frames.parent[draws]
+    result = np.zeros(len(frames), bool)
+    for frame in outwards(frames, callers[callers != NONE]):
+        result[frame] = True
+    return result
+
+
+def drawing_lines(source: str) -> set[int]:
+    """Those of functions that draw random numbers of Python or NumPy."""
+    try:
+        functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    except (SyntaxError, ValueError):
+        return set()
+    found = set[int]()
+    for function in functions:
+        own = own_nodes(function)
+        called = [ast.unparse(part.func).rpartition(".") for part in own if isinstance(part, ast.Call)]
+        if any(of in ("random", "np.random", "numpy.random") and name not in _NO_DRAWS for of, _, name in called):
+            found |= {part.lineno for part in own if isinstance(part, ast.stmt | ast.expr)}
+    return found
 
 
 def _parted_by(inputs: CauseInputs, stays: Mask) -> Mask:
