@@ -191,27 +191,36 @@ def _calls_what_draws(inputs: CauseInputs) -> Mask:
     frames, names = inputs.timeline.frames, inputs.timeline.names
     places = [source_line(name) for name in names]
     drawing = {file: drawing_lines(source) for file, source in _sources(inputs, {at[0] for at in places if at}).items()}
-    draws = np.array([at is not None and at[1] in drawing.get(at[0], ()) for at in places] or [False])[frames.name]
-    callers = frames.parent[draws]
+    draws = np.array([drawing[at[0]].get(at[1], 0) if at and at[0] in drawing else 0 for at in places] or [0])
+    draws = draws[frames.name]
+    parted = np.concatenate([frames.parent[draws > 0], np.flatnonzero(draws == _AT_THE_DRAW)])
     result = np.zeros(len(frames), bool)
-    for frame in outwards(frames, callers[callers != NONE]):
+    for frame in outwards(frames, parted[parted != NONE]):
         result[frame] = True
     return result
 
 
-def drawing_lines(source: str) -> set[int]:
-    """Those of functions that draw random numbers of Python or NumPy."""
+_AT_THE_DRAW = 2
+
+
+def drawing_lines(source: str) -> dict[int, int]:
+    """Lines of functions that draw random numbers of Python or NumPy: 1, and `_AT_THE_DRAW` where they do."""
     try:
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     except (SyntaxError, ValueError):
-        return set()
-    found = set[int]()
+        return {}
+    found = dict[int, int]()
     for function in functions:
-        own = own_nodes(function)
-        called = [ast.unparse(part.func).rpartition(".") for part in own if isinstance(part, ast.Call)]
-        if any(of in ("random", "np.random", "numpy.random") and name not in _NO_DRAWS for of, _, name in called):
-            found |= {part.lineno for part in own if isinstance(part, ast.stmt | ast.expr)}
+        own = [part for part in own_nodes(function) if isinstance(part, ast.stmt | ast.expr)]
+        draws = [part.lineno for part in own if isinstance(part, ast.Call) and _draws(ast.unparse(part.func))]
+        if draws:
+            found |= {part.lineno: 1 for part in own} | dict.fromkeys(draws, _AT_THE_DRAW)
     return found
+
+
+def _draws(called: str) -> bool:
+    of, _, name = called.rpartition(".")
+    return of in ("random", "np.random", "numpy.random") and name not in _NO_DRAWS
 
 
 def _parted_by(inputs: CauseInputs, stays: Mask) -> Mask:
