@@ -44,8 +44,9 @@ def divided(step: Callable[..., Any], lines: LaunchedLines) -> graphed_step.Divi
     if not cells.keys() >= {*new.co_freevars}:
         return None
     graphed = []
-    for part in parts:
+    for number, part in enumerate(parts, 1):
         made = graphed_step.graph(FunctionType(part, function.__globals__))
+        made.name = f"part {number} of {function.__qualname__}"
         function.__globals__[part.co_name] = made
         graphed.append(made)
     closure = tuple(cells[name] for name in new.co_freevars)
@@ -57,10 +58,9 @@ def divided(step: Callable[..., Any], lines: LaunchedLines) -> graphed_step.Divi
 def _is_of(source: str, code: CodeType) -> bool:
     """Whether the function was made of this source, which somebody may have changed since."""
     try:
-        found = _code_named(compile(source, code.co_filename, "exec", dont_inherit=True), code)
+        return _code_named(compile(source, code.co_filename, "exec", dont_inherit=True), code) == code
     except (SyntaxError, ValueError):
         return False
-    return found is not None and (found.co_code, found.co_names) == (code.co_code, code.co_names)
 
 
 def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeType, list[CodeType]] | None:
