@@ -15,6 +15,7 @@ from keepbusy.causes.places import Where
 from keepbusy.cli.fix import CandidateRuns, DifferentResults, FixSearch, TrialRun
 from keepbusy.explain.diagnosis import PlannedFix, Prediction
 from keepbusy.fix.source.proof import RunResults
+from keepbusy.fix.source.rewritten_run import refusal_of
 from keepbusy.timeline.files import BadInput
 
 SOURCE = """\
@@ -181,3 +182,29 @@ def test_a_graph_is_held_against_optimizers_that_round_as_it_does(last: float, s
     except DifferentResults as error:
         found = str(error)
     assert said in found
+
+
+REFUSED = "captured_main: 0 replayed, 0 captured, 9 eager; keepbusy.graph runs main eagerly: at train.py:6 it counts"
+
+
+@pytest.mark.parametrize(
+    ("reports", "known", "reason"),
+    [
+        ([REFUSED], [], "keepbusy.graph runs main eagerly: at train.py:6 it counts"),
+        (["captured_main: 0 replayed, 0 captured, 1 eager"], [], "it was called too seldom"),
+        ([REFUSED, "captured_main_2: 5 replayed, 1 captured, 2 eager"], [], ""),
+        ([REFUSED], ["captured_main"], ""),
+        ([], [], ""),
+    ],
+)
+def test_a_graph_that_was_never_replayed_is_left_out_and_why(reports: list[str], known: list[str], reason: str) -> None:
+    assert refusal_of(reports, known) == reason
+    own = TrialRun(STALLED, 100 * MS, RunResults(), tuple(f"{name}: 0 replayed" for name in known))
+    after = TrialRun(replace(STALLED, plain_step=1), 50 * MS, RunResults(), tuple(reports))
+    runs = CandidateRuns.__new__(CandidateRuns)
+    runs._computes, runs._is_modelled = False, True
+    if reason:
+        with pytest.raises(BadInput, match=f"no graph was replayed: {reason}"):
+            runs.proven(planned("graph", 4, 9), "graph", own, ({}, own), after)
+    else:
+        assert runs.proven(planned("graph", 4, 9), "graph", own, ({}, own), after).startswith("saves ")

@@ -102,6 +102,8 @@ class TrialRun:
     diagnosis: Diagnosis
     length: int
     computed: RunResults
+    graphs: tuple[str, ...] = ()
+    """What its graphs say of themselves, of each process."""
 
     def time(self, planned: PlannedFix) -> int:
         """Of a step; of the whole run for what does not come in every step."""
@@ -235,6 +237,7 @@ class CandidateRuns:
     def tried(self, sources: dict[str, str], what: str, capturable: bool = False) -> TrialRun:
         """`what`: which run it is, for who looks on. `capturable`: with the optimizers that a graph needs."""
         from keepbusy.fix.source.proof import RunResults
+        from keepbusy.fix.source.rewritten_run import graphs_of
         from keepbusy.timeline.busy_file import load
 
         self._count += 1
@@ -246,7 +249,8 @@ class CandidateRuns:
         timeline = load(folder / "run.busy")
         if not timeline.on_device.any():
             raise BadInput(ran_nothing(self.name, timeline.has_operators))
-        return TrialRun(keepbusy.explain(timeline), int(timeline.spans.end.max()), RunResults.read(folder))
+        computed, graphs = RunResults.read(folder), tuple(graphs_of(folder))
+        return TrialRun(keepbusy.explain(timeline), int(timeline.spans.end.max()), computed, graphs)
 
     def announced(self, changes: int) -> str:
         """What is to come, for who waits for it."""
@@ -277,8 +281,12 @@ class CandidateRuns:
         `without`: the sources with the fixes that hold already, and their run. What rounds differently is held against
         the program's own run. On a measured clock a gain has to come twice: a busy machine is slow at times.
         """
+        from keepbusy.fix.source.rewritten_run import refusal_of
         from keepbusy.fixes.source.rewriting import edit_of
 
+        known = [line.partition(":")[0] for text in without[1].graphs for line in text.splitlines()]
+        if refusal := refusal_of(after.graphs, known):
+            raise BadInput(f"no graph was replayed: {refusal}")
         edit = edit_of(way)
         tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
         sources, before = without

@@ -443,13 +443,13 @@ def _fixed(rewriting: Path, diagnosis: Diagnosis) -> list[str]:
     from keepbusy.report.verdict import fixed_lines
 
     made = json.loads(rewriting.read_text(encoding="utf-8"))
-    return fixed_lines(made, rewritten_run.graphs_of(rewriting), diagnosis)
+    return fixed_lines(made, rewritten_run.graphs_of(rewriting.parent), diagnosis)
 
 
 def _any_fix_held(rewriting: Path) -> bool:
     """False where all that was made is graphs, and none could stand in for what it was made of."""
     made = json.loads(rewriting.read_text(encoding="utf-8"))
-    graphs = [line for text in rewritten_run.graphs_of(rewriting) for line in text.splitlines()]
+    graphs = [line for text in rewritten_run.graphs_of(rewriting.parent) for line in text.splitlines()]
     return {way for way, _ in made["written"]} != {"graph"} or any(": 0 replayed" not in line for line in graphs)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 from keepbusy.fix.source.in_memory import StandIns
+from keepbusy.fix.source.rewritten_run import follow_graphs
 from keepbusy.program.patches import Function, Patches, when_imported
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def begin(peek: Peek, rank: Callable[[], int]) -> None:
     if asked.get("capturable"):
         when_imported("torch.optim", lambda: _choose_capturable(patches))
     when_imported("keepbusy.runtime.graph.graphed_step", lambda: _replay_uncompared(patches))
+    follow_graphs(Path(asked["witness"]), rank())
     atexit.register(lambda: witness.leave(Path(asked["witness"]), rank()))
 
 

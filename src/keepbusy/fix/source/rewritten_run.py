@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,18 @@ def begin(path: Path, rank: int) -> None:
     the program's user sees on its streams is the program's."""
     made = json.loads(path.read_text(encoding="utf-8"))
     StandIns(made["sources"], made["origins"]).begin()
+    follow_graphs(path.parent, rank)
+
+
+def follow_graphs(folder: Path, rank: int) -> None:
+    """Its graphs say in this folder, when it ends, how they were used, and warn of nothing."""
     graphs: list[Graphed[..., Any]] = []
     when_imported("keepbusy.runtime.graph.graphed_step", lambda: _follow(graphs))
 
     def leave() -> None:
         if any(graph.calls for graph in graphs):
             text = "\n".join(graph.report() for graph in graphs if graph.calls)
-            path.with_name(f"graphs{rank:06}.{os.getpid():010}.txt").write_text(text, encoding="utf-8")
+            (folder / f"graphs{rank:06}.{os.getpid():010}.txt").write_text(text, encoding="utf-8")
 
     atexit.register(leave)
     os.register_at_fork(after_in_child=lambda: atexit.unregister(leave))
@@ -59,6 +65,14 @@ def _follow(graphs: list[Graphed[..., Any]]) -> None:
     Patches().replace(graphed_step, "graph", making)
 
 
-def graphs_of(path: Path) -> list[str]:
+def graphs_of(folder: Path) -> list[str]:
     """What each process that used graphs has left about them."""
-    return [one.read_text(encoding="utf-8") for one in sorted(path.parent.glob("graphs*.txt"))]
+    return [one.read_text(encoding="utf-8") for one in sorted(folder.glob("graphs*.txt"))]
+
+
+def refusal_of(reports: Sequence[str], known: Sequence[str]) -> str:
+    """Why no graph was of use but those whose names are `known`; "" if one was, or there is none."""
+    lines = [line for text in reports for line in text.splitlines() if line.partition(":")[0] not in known]
+    if not lines or any(": 0 replayed" not in line for line in lines):
+        return ""
+    return next((line.partition("; ")[2] for line in lines if "; " in line), "it was called too seldom")
