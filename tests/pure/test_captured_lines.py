@@ -585,6 +585,69 @@ def test_a_region_leaves_modules_in_the_mode_they_were_in(begin: str, held: list
     assert ("eval()" in lifted) == bool(begin)
 
 
+def test_a_position_on_the_gpu_is_no_counter_and_what_grows_stays() -> None:
+    """A decoding loop: each replay moves the position, and the text is longer in each iteration."""
+    new = captured("""\
+        import torch
+
+        def generate(model, tokens, position):
+            for _ in range(20):  # loop
+                scores = model(tokens[:, -1:], position)  # launches
+                token = scores.argmax(-1)  # launches
+                position += 1  # launches
+                tokens = torch.cat([tokens, token], dim=1)  # launches
+            return tokens
+    """)
+    assert new is not None
+    lifted, _, rest = new.partition("def generate")
+    assert "    position += 1\n" in lifted
+    assert "torch.cat" not in lifted
+    assert "        tokens = torch.cat([tokens, token], dim=1)\n" in rest
+    assert (
+        "torch.cat"
+        in str(
+            captured("""\
+        import torch
+
+        def train(loader, model, optimizer):
+            for x, y in loader:  # loop
+                both = model(x)  # launches
+                both = torch.cat([both, y])  # launches
+                both.sum().backward()  # launches
+    """)
+        ).partition("def train")[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "is_captured"),
+    [
+        ("kept.data = kept.data.lerp(one, 0.1)", False),
+        ("self.steps += 1", False),
+        ("kept.data.lerp_(one, 0.1)", True),
+    ],
+)
+def test_a_method_that_does_on_the_host_what_no_replay_does_is_called_outside(update: str, is_captured: bool) -> None:
+    new = captured(f"""\
+        import torch
+
+        class Average:
+            def follow(self, model):
+                for kept, one in zip(self.weights, model.parameters()):
+                    {update}
+
+        def train(loader, model, optimizer, average):
+            for x, y in loader:  # loop
+                loss = model(x, y)  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+                average.follow(model)  # launches
+    """)
+    lifted = (new or "").partition("class Average")[0] + (new or "").partition("def train")[0].rpartition("class")[2]
+    assert "optimizer.step()" in lifted
+    assert ("average.follow" in lifted) == is_captured
+
+
 def test_a_method_named_train_is_no_mode() -> None:
     source = """\
         import keepbusy

@@ -190,6 +190,9 @@ class _File:
         top = {id(node) for scope in around for node in scope.body}
         self.functions = {node.name: node for node in functions if counts[node.name] == 1 and id(node) in top}
         """Those whose names tell which they are."""
+        methods = [node for node in functions if counts[node.name] == 1 and id(node) not in top]
+        self.rebinding = {node.name for node in methods if any(map(_rebinds, ast.walk(node)))}
+        """Names of methods that do on the host what no replay does."""
         stored = [
             node for node in nodes if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
         ]
@@ -225,7 +228,14 @@ class _Function:
         set_up = [node for node in self._own if isinstance(node, ast.Expr) and _only_sets_up(node.value)]
         self._staying = [line for line in lines.staying if not _stands_in(set_up, line)]
         self._gradless = [part for part in self._own if isinstance(part, ast.With) and _is_without_gradient(part)]
-        self._counters = {name for part in self._own for name in _counters_of(part)}
+        # what launches counts on the GPU, and is no number
+        self._counters = {
+            name
+            for part in self._own
+            for name in _counters_of(part)
+            if not (isinstance(part, ast.AugAssign) and part.lineno in self._launching)
+        }
+        self._growing = {line for part in self._own if isinstance(part, _LOOPS) for line in _growing_in(part)}
         self._local, self._shared = local_names(self.node), shared_names(self._own)
 
     def regions(self) -> list[LiftedLines]:
@@ -278,6 +288,8 @@ class _Function:
         """Whether no graph can hold it."""
         return (
             statement.has(self._staying)
+            or statement.has(self._growing)
+            or any(name in self.file.rebinding for name in statement.called)
             or (self.file.cycles_momentum and statement.called == {"step"})
             or any(isinstance(node, _LOOPS) and node.lineno in self._loops for node in statement.nodes)
             or not self._can_move(statement)
@@ -652,6 +664,26 @@ def _counters_of(node: ast.AST) -> Iterable[str]:
         case ast.AugAssign(target=ast.Name(id=name), value=ast.Constant()):
             return [name]
     return []
+
+
+def _growing_in(loop: ast.For | ast.While) -> Iterator[int]:
+    """Lines of `tokens = torch.cat([tokens, new])`, which is longer in each iteration."""
+    carried = Flow(loop.body).needed
+    for part in ast.walk(loop):
+        match part:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="cat" | "concat"))):
+                if name in carried and name in Uses([part.value]).loads:
+                    yield part.lineno
+
+
+def _rebinds(part: ast.AST) -> bool:
+    """`weight.data = ...`, where a replay goes on with the old memory; `self.steps += 1`."""
+    match part:
+        case ast.Assign(targets=[ast.Attribute(attr="data")]):
+            return True
+        case ast.AugAssign(target=ast.Attribute(value=ast.Name(id="self")), value=ast.Constant()):
+            return True
+    return False
 
 
 def _bare_names(node: ast.AST) -> set[str]:
