@@ -191,9 +191,9 @@ LINES = {
     "fixes": 4821,
     "explain": 2521,
     "report": 3450,
-    "runtime": 7461,
+    "runtime": 7470,
     "cli": 4033,
-    "fix": 1526,
+    "fix": 1530,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

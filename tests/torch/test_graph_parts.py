@@ -134,6 +134,26 @@ def test_two_steps_of_one_name_have_parts_of_their_own() -> None:
     assert [first.state(), second.state()] == [run_of(kind, lambda step: step)[0][1] for kind in (Trainer, Averaged)]
 
 
+def test_a_step_that_is_given_its_model_is_divided_as_well() -> None:
+    def train(model: Net, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    found = []
+    for wrap in (lambda step: step, keepbusy.graph):
+        step, model = wrap(train), net()
+        optimizer = adam(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append([step(model, optimizer, x, y) for x, y in batches(12)])
+    assert found[0] == found[1]
+    assert step.replays >= 5
+    assert step.report().splitlines()[1].startswith("part 1 of ")
+
+
 def test_an_error_names_the_lines_of_the_file() -> None:
     made = Trainer()
     step = keepbusy.graph(made.train)

@@ -12,6 +12,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 from keepbusy.runtime.graph import graphed_step
+from keepbusy.runtime.graph.bound_step import BoundStep
 from keepbusy.runtime.graph.user_lines import LaunchedLines
 
 P = ParamSpec("P")
@@ -29,6 +30,9 @@ def graph(step: Callable[P, R]) -> graphed_step.Graphed[P, R]:
 
 def divided(step: Callable[..., Any], lines: LaunchedLines) -> graphed_step.DividedStep | None:
     """The step with parts of it captured. None where its source is not at hand, or nothing in it is worth a graph."""
+    if isinstance(step, BoundStep):
+        inner = divided(step.__wrapped__, lines)
+        return inner and graphed_step.DividedStep(step.of(inner.run), inner.graphed)
     function: Any = getattr(step, "__func__", step)
     if not isinstance(function, FunctionType) or find_spec("libcst") is None:
         return None

@@ -60,6 +60,10 @@ class BoundStep:
             arguments.insert(place, one)
         return self.__wrapped__(*arguments, **options, **self._options)
 
+    def of(self, step: Callable[..., Any]) -> BoundStep:
+        """The same arguments bound to another function."""
+        return BoundStep(step, self._places, self._options)
+
     def named(self) -> dict[str, Any]:
         """What is bound, by the names of the step's parameters."""
         try:

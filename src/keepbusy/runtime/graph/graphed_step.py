@@ -633,16 +633,21 @@ class Graphed(Generic[P, R]):
     @property
     def replays(self) -> int:
         """How many calls were replayed, those among them that were compared with an eager call."""
-        own = self._tally["replayed"] + self._tally["compared"]
-        return own + max((part.replays for part in self._parts.graphed), default=0) if self._parts else own
+        of_parts = max((part.replays for part in self._all_parts()), default=0)
+        return self._tally["replayed"] + self._tally["compared"] + of_parts
+
+    def _all_parts(self) -> list[Graphed[..., Any]]:
+        """Those that its calls with other objects have been divided into among them."""
+        steps: list[Graphed[..., Any]] = [self, *self._bound.values()]
+        return [part for one in steps if one._parts is not None for part in one._parts.graphed]
 
     def report(self) -> str:
         """How its calls were run, and why not otherwise."""
         names = ("replayed", *["compared"] * bool(self._tally["compared"]), "captured", "eager")
         counts = ", ".join(f"{self._tally[name]} {name}" for name in names)
         why = next((one for one in (self._why, *(inner._why for inner in self._bound.values())) if one), "")
-        parts = [f"\n{part.report()}" for part in self._parts.graphed] if self._parts else []
-        return f"{self.name}: {counts}" + (f"; {why}" if why else "") + "".join(parts)
+        whole = f"{self.name}: {counts}" + (f"; {why}" if why else "")
+        return "\n".join([whole, *[part.report() for part in self._all_parts()]])
 
     def _first(self, *arguments: Any, **options: Any) -> Any:
         """Whether there is a GPU is asked when there is something to do."""
@@ -673,7 +678,7 @@ class Graphed(Generic[P, R]):
                 self._give_up("it is given other objects again and again; pass it tensors, and what stays the same")
                 return self._eager(*arguments, **options)
             graphed = self._bound[key] = Graphed(self._arguments.bind(self._step, arguments, options))
-            graphed._tally = self._tally
+            graphed._tally, graphed.divide = self._tally, self.divide
         self._recent_bound = bound, graphed
         return graphed(*inputs, **rest)
 
