@@ -544,6 +544,33 @@ def test_a_backward_pass_is_not_captured_without_its_forward_pass(made: str, is_
     assert ("    loss.backward()" in (new or "").partition("def train")[0]) == is_captured
 
 
+@pytest.mark.parametrize(
+    ("made", "is_captured"), [("x[torch.randperm(x.size(0)).cuda()]", True), ("model(x)", False), ("twice(x)", False)]
+)
+def test_a_function_of_the_file_makes_what_the_functions_that_it_calls_make(made: str, is_captured: bool) -> None:
+    new = captured(
+        f"""\
+        import torch
+
+        def twice(x):
+            return network(x)
+
+        def mixed(x):
+            share = len(x)
+            return {made} * share
+
+        def train(loader, model, optimizer, criterion):
+            for x, y in loader:  # loop
+                rows = mixed(x)  # launches
+                flips = chosen(rows.tolist())  # stays
+                loss = criterion(rows, y)  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+    """.replace("share = coins(2)", "share = len(x)")
+    )
+    assert ("    loss.backward()" in (new or "").partition("def train")[0].partition("def captured")[2]) == is_captured
+
+
 @pytest.mark.parametrize(("view", "is_captured"), [("out[1:].view(-1, 4)", False), ("target.view(out.shape)", True)])
 def test_a_view_of_what_goes_back_goes_back(view: str, is_captured: bool) -> None:
     new = captured(f"""\

@@ -188,7 +188,7 @@ LINES = {
     "log": 3315,
     "virtual": 10346,
     "causes": 1614,
-    "fixes": 4821,
+    "fixes": 4837,
     "explain": 2521,
     "report": 3450,
     "runtime": 7470,

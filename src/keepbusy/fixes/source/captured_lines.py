@@ -204,6 +204,21 @@ class _File:
         self.imported = {name for node in imports for name in imported_names(node)}
         self.cycles_momentum = any(isinstance(node, ast.Call) and _cycles_momentum(node) for node in nodes)
 
+    def may_call_model(self, name: str, within: frozenset[str] = frozenset()) -> bool:
+        """Whether one of the functions calls anything that may be a model. `within`: those that are looked at."""
+        known = self.imported | {*dir(builtins)} | within
+        for part in ast.walk(self.functions[name]):
+            match part:
+                case ast.Call(func=ast.Name(id=called)) if called in self.functions and called not in within:
+                    if self.may_call_model(called, within | {name}):
+                        return True
+                case ast.Call(func=ast.Name(id=called)) if called not in known:
+                    return True
+                case ast.Call(func=ast.Attribute(attr=method)) if base_name(part.func) not in self.imported:
+                    if method not in _PREPARING:
+                        return True
+        return False
+
 
 def _cycles_momentum(call: ast.Call) -> bool:
     """Whether a schedule is made that changes more than the learning rate: a graph keeps the momentum."""
@@ -461,7 +476,8 @@ class _Function:
             loops = [part for part in self._own if isinstance(part, _LOOPS)]
             values = {stored for loop in loops for stored in Uses([loop]).stores}  # others are there before the loop
             makers = {base_name(made) for made in calls if isinstance(made, ast.Name) or base_name(made) not in values}
-            if makers - self.file.imported - {*dir(builtins)} - {""}:
+            unknown = makers - self.file.imported - {*dir(builtins)} - {""}
+            if any(name not in self.file.functions or self.file.may_call_model(name) for name in unknown):
                 return True
         return any(self._may_ask_gradient(one, last.lineno) for one in _names_with_gradients([last.value]))
 
