@@ -184,6 +184,16 @@ def test_a_graph_is_held_against_optimizers_that_round_as_it_does(last: float, s
     assert said in found
 
 
+def test_what_is_made_along_with_a_graph_stands_beside_it(search, capsys) -> None:  # type: ignore[no-untyped-def]
+    found = search(Runs("gains 5 ms", "its weights differ.", "gains 1 ms"))
+    found._kept.add("graph")
+    found.go()
+    assert (
+        "use a fused optimizer at train.py:3\n  beside 'capture as a CUDA graph' at train.py:4\n"
+        in capsys.readouterr().out
+    )
+
+
 REFUSED = "captured_main: 0 replayed, 0 captured, 9 eager; keepbusy.graph runs main eagerly: at train.py:6 it counts"
 
 

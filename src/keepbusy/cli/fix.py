@@ -140,6 +140,8 @@ class FixSearch:
         self._runs, self._own, self._last = runs, own, own
         self.held: dict[str, str] = {}
         """The sources with all fixes that hold."""
+        self._kept = set[str]()
+        """Edits that hold somewhere."""
         self._vain: list[dict[str, str]] = []
         self._told: list[PlannedFix] = []  # of which it was said what came of them, not only of another in their place
         loops = own.diagnosis.loop, *(one.loop for one in own.diagnosis.plan if one.loop)
@@ -210,10 +212,12 @@ class FixSearch:
                 self._left.insert(1, Attempt(planned, other, loops))
         else:
             self.held, self._last = candidate, now
+            self._kept.add(way)
         if way == planned.fix:
             self._told.append(planned)
         else:
-            told = f"instead of '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {told}"
+            how = "beside" if planned.fix in self._kept else "instead of"
+            told = f"{how} '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {told}"
         print_parts([_told(way, where, told)])
 
 

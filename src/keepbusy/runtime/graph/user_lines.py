@@ -23,6 +23,8 @@ OURS = str(Path(__file__).parents[2])
 TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _GENERATED = ("<frozen", "<eval")
+_SHOWN = 80
+"""Letters of a line."""
 
 
 @cache
@@ -50,7 +52,8 @@ def depth_of_user() -> int:
 def line_text(file: str, line: int) -> str:
     source = linecache.getline(file, line).strip()
     place = f"{Path(file).name}:{line}"
-    return f"{place} ({source[:80]})" if source else place
+    shown = source if len(source) <= _SHOWN else f"{source[: _SHOWN - 1]}…"
+    return f"{place} ({shown})" if source else place
 
 
 def code_of(step: Any) -> CodeType | None:
