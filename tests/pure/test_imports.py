@@ -191,7 +191,7 @@ LINES = {
     "fixes": 4837,
     "explain": 2521,
     "report": 3450,
-    "runtime": 7473,
+    "runtime": 7490,
     "cli": 4037,
     "fix": 1530,
 }

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import keepbusy
 from keepbusy.fix.source import step_parts
+from keepbusy.runtime.graph.graphed_step import graph
 
 Step = Callable[..., Any]
 
@@ -191,6 +192,24 @@ def test_a_source_that_changed_since_is_not_taken(monkeypatch: pytest.MonkeyPatc
     _, (step, messages) = run_of(Trainer, keepbusy.graph)
     assert step.replays == 0
     assert messages[0].startswith("keepbusy.graph runs train eagerly: ")
+
+
+def test_clearing_gradients_is_no_part_and_is_repeated_in_one() -> None:
+    """Of weights that nothing else in the graphed function tells of."""
+    found = []
+    for wrap in (lambda step: step, graph):
+        model, other = net(), net()
+        clear = wrap(lambda x, model=model, other=other: (other.zero_grad(), (x * 2).sum())[1])
+        for x, y in batches(10):
+            clear(x)
+            cross_entropy(other(x), y).backward()
+            cross_entropy(model(x), y).backward()
+        found.append([weight.grad.tolist() for one in (model, other) for weight in one.parameters()])
+    assert found[0] == found[1]
+    assert clear.replays >= 5
+    alone = graph(other.zero_grad)
+    with pytest.warns(UserWarning, match="it has the GPU do nothing"):
+        assert [alone() for _ in range(4)] == [None] * 4
 
 
 def captured(body: Callable[[Net, torch.Tensor], torch.Tensor], between: Callable[[], None] = lambda: None) -> Any:

@@ -402,7 +402,10 @@ def capture(
         try:
             with sync_mode("error"):
                 result = run()
-            graph.capture_end()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                graph.capture_end()
+            is_empty = any("CUDA Graph is empty" in str(one.message) for one in said)
         except Exception as error:
             reason = Uncapturable(_reason_of(error))
             reason.line = next((line for frame, line in walk_tb(error.__traceback__) if frame.f_code is code), 0)
@@ -412,6 +415,8 @@ def capture(
         if reason:  # the error is gone by now, and with it the tensors that its traceback held
             _abandon(graph, pool)
             raise reason
+    if is_empty:
+        raise Uncapturable("it has the GPU do nothing")
     return graph, result
 
 

@@ -68,7 +68,7 @@ class Participants:
             scheduled.append(scheduler)
             self.schedulers.setdefault(scheduler)
 
-        watcher = _Watcher(gradients.note_backward, on_schedule, self._note_scaler)
+        watcher = _Watcher(gradients.note_backward, on_schedule, self._note_scaler, gradients.note_clearing)
         _watch(watcher)
         try:
             yield gradients
@@ -135,6 +135,11 @@ class Gradients:
         self._note(weights)
         self._stepped |= {id(weight) for weight in weights}
         self._applied |= {id(weight.grad) for weight in weights}
+
+    def note_clearing(self, holder: Optimizer | torch.nn.Module) -> None:
+        """Gradients are cleared, perhaps of weights that nothing else in the step tells of."""
+        groups = holder.param_groups if isinstance(holder, Optimizer) else [{"params": [*holder.parameters()]}]
+        self._note([weight for group in groups for weight in group["params"]])
 
     def may_go_back(self, returned: Iterable[Any]) -> bool:
         """Whether a backward pass from one of these values may follow: none has freed a part of its graph yet."""
@@ -266,6 +271,7 @@ class _Watcher(NamedTuple):
     backward: Callable[[Any, bool], Any]
     scheduler: Callable[[Any], Any]
     scaler: Callable[[Any, Any], Any]
+    clearing: Callable[[Any], Any]
 
 
 _LOCK = Lock()
@@ -282,6 +288,7 @@ def _watch(watcher: _Watcher) -> None:
         calls: list[tuple[Any, str, Callable[..., None]]] = [(*kind, _tell_scaler) for kind in kinds]
         calls += [(kind, "step", _tell_scheduler) for kind in _kinds(LRScheduler)]
         calls += [(torch.autograd, name, _tell_backward) for name in ("backward", "grad")]
+        calls += [(kind, "zero_grad", _tell_clearing) for kind in (torch.nn.Module, *_kinds(Optimizer))]
         _RESTORES.extend(_showing(*call) for call in calls if call[1] in vars(call[0]))
 
 
@@ -296,6 +303,11 @@ def _tell_backward(tensors: Any, /, **options: Any) -> None:
     keeps = options.get("retain_graph")
     for watcher in [*_WATCHERS]:
         watcher.backward(tensors, bool(options.get("create_graph") if keeps is None else keeps))
+
+
+def _tell_clearing(holder: Any, /, **_options: Any) -> None:
+    for watcher in [*_WATCHERS]:
+        watcher.clearing(holder)
 
 
 def _tell_scheduler(scheduler: LRScheduler, /, **_options: Any) -> None:

@@ -131,7 +131,7 @@ class LaunchedLines(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not 
             if are_constants and name not in _READS and "rand" not in name and "numpy" not in name:
                 self._constants |= {id(tensor): tensor for tensor in made}
             return result
-        if name == "__get__":  # of an attribute
+        if name in ("__get__", "__set__", "__delete__"):  # of an attribute
             return result
         line = line_within(sys._getframe(1), self._code)
         copies = name in _COPIES and any(not tensor.is_cuda for tensor in (*given, *made))
