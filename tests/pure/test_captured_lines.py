@@ -675,6 +675,26 @@ def test_a_method_that_does_on_the_host_what_no_replay_does_is_called_outside(up
     assert ("average.follow" in lifted) == is_captured
 
 
+def test_a_schedule_of_the_file_says_nothing_of_the_steps_of_optimizers() -> None:
+    new = captured("""\
+        import torch
+
+        class Schedule:
+            def step(self):
+                self.steps += 1
+
+        def train(loader, model, optimizer):
+            for x, y in loader:  # loop
+                loss = model(x, y)  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+    """)
+    assert (
+        "    optimizer.step()\n    return" in (new or "").replace("\n\n", "\n")
+        or "optimizer.step()" in (new or "").partition("def train(")[0]
+    )
+
+
 def test_a_method_named_train_is_no_mode() -> None:
     source = """\
         import keepbusy

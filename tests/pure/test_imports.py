@@ -188,7 +188,7 @@ LINES = {
     "log": 3315,
     "virtual": 10346,
     "causes": 1614,
-    "fixes": 4837,
+    "fixes": 4839,
     "explain": 2521,
     "report": 3450,
     "runtime": 7490,

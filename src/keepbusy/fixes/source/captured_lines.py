@@ -80,6 +80,8 @@ _COLLECTING = _PREPARING | {
     *("perf_counter", "time", "monotonic"),
 }
 """What keeps and shows results: it may stand behind captured statements that it stood before."""
+_OF_PYTORCH = {"step", "update", "forward", "backward", "zero_grad", "train", "eval", "to", "append", "add"}
+"""Methods that others have, too: `optimizer.step()` is none of a class in the file that has a `step`."""
 _MODES = {"train", "eval"}
 _SETS_STAGE = _MODES | {"zero_grad"}
 _SETS_UP = {"train", "eval", "zero_grad", "unscale_", "parameters"}
@@ -191,7 +193,7 @@ class _File:
         self.functions = {node.name: node for node in functions if counts[node.name] == 1 and id(node) in top}
         """Those whose names tell which they are."""
         methods = [node for node in functions if counts[node.name] == 1 and id(node) not in top]
-        self.rebinding = {node.name for node in methods if any(map(_rebinds, ast.walk(node)))}
+        self.rebinding = {node.name for node in methods if any(map(_rebinds, ast.walk(node)))} - _OF_PYTORCH
         """Names of methods that do on the host what no replay does."""
         stored = [
             node for node in nodes if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
