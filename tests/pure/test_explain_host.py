@@ -59,6 +59,20 @@ def test_a_graph_does_not_take_away_what_is_no_launch() -> None:
     assert found.predicted.step == near(513, 0.05)
 
 
+@pytest.mark.parametrize(("replayed_at", "causes"), [(8, []), (9, ["launch_bound"])])
+def test_what_the_line_of_a_graph_launches_besides_is_the_graph_s_own(replayed_at: int, causes: list[str]) -> None:
+    """Its inputs are copied to it, and its results out of it: no second graph and no compiler takes these away."""
+
+    def replayed(run: Run) -> None:
+        with run.inside("train.py(8): main", exact=True):
+            for _ in range(40):
+                run.launch(5, host=20)
+            with run.inside(*[f"train.py({replayed_at}): main"][: replayed_at - 8], exact=True):
+                run.launch([20, 20])
+
+    assert names(told(replayed)) == causes
+
+
 def test_what_the_optimizer_does_itself_is_launch_overhead() -> None:
     """Half a millisecond of Python between its launches is not the user's work."""
 

@@ -74,6 +74,26 @@ def test_an_iteration_that_has_only_begun_ends_the_one_before() -> None:
     assert steps_of(without_broken_off(cut_short(five_iterations(), "train.py:5", loop="train.py:3"))) == 5
 
 
+PROOF = "keepbusy/runtime/graph/replay_check.py(99): _copy"
+
+
+@pytest.mark.parametrize(("replays", "kept"), [(9, 9), (3, 3), (2, 7)])
+def test_an_iteration_in_which_a_graph_is_proven_stands_for_no_other(replays: int, kept: int) -> None:
+    """As long as there are others: here five of a run, and then those that only replay. The last has no next one."""
+    run = Run.of()
+    for iteration in range(5 + replays + 1):
+        run.step()
+        with run.inside("train.py(4): main", exact=True):
+            run.launch([20, 20])
+            if iteration < 5:
+                kernels(run, 3)
+                with run.inside(PROOF, exact=True):
+                    kernels(run, 30)
+    whole = whole_steps(run.timeline(virtual=True, loop="train.py:3"))
+    assert steps_of(whole) == kept
+    assert launches(whole) == kept if replays > 2 else launches(whole) > kept
+
+
 def lines_of_a_script(*lines: int) -> Run:
     run = Run.of()
     for line in lines:

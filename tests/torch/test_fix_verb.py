@@ -287,12 +287,16 @@ print(loss.item())
 
 
 def test_a_turn_of_many_launches_is_written_as_a_graph(folder: Path) -> None:
+    """Once it is written, nobody is told to capture the line again, or to do less of what proves its graph."""
     (folder / "train.py").write_text(MANY_LAUNCHES)
-    done = keepbusy(folder, "fix", "--clock", "modelled", "train.py")
+    done = keepbusy(folder, "fix", "--write", "--clock", "modelled", "train.py")
     assert "capture as a CUDA graph at train.py:" in done.stdout, done
     assert "predicted); results within 0.01%, for Adam and its kin round differently in a graph" in done.stdout
     assert "+@keepbusy.graph\n+def captured_step(" in done.stdout
     assert "+    loss = captured_step(" in done.stdout
+    report = keepbusy(folder, "run", "--clock", "modelled", "train.py").stdout
+    [call] = [at for at, line in enumerate((folder / "train.py").read_text().splitlines(), 1) if "loss = capt" in line]
+    assert f"  train.py:{call} " not in report, report
 
 
 LOGGED = """\

@@ -30,14 +30,18 @@ class LaunchBound(CauseKind):
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
         """Everything that a captured graph would not do again: launches, and the host work between them."""
         spans = inputs.timeline.spans
+        commands = np.flatnonzero(inputs.launch != NONE)
+        launches, line = inputs.launch[commands], inputs.innermost_line
+        # of a graph's launch there are many commands: those are captured already, and what its line launches besides
+        # fills the graph's inputs and takes its results out
+        of_graphs = np.bincount(launches)[launches] > 1
+        lines = np.unique(line[launches[of_graphs]])
+        feeds_graph = np.isin(line, lines[lines != NONE])
         host = (spans.kind == Kind.LAUNCH) | (spans.kind == Kind.WORK)
-        captured = host & ~inputs.is_heavy & ~inputs.by_workers & (inputs.loader_frame == NONE)
+        captured = host & ~inputs.is_heavy & ~inputs.by_workers & (inputs.loader_frame == NONE) & ~feeds_graph
         rows = np.flatnonzero(captured & ~inputs.within(Role.OBJECTS))  # no graph pickles
         builder.edit.work[rows] = 0
         builder.culprit[rows] = inputs.last_launch[rows]
-        # of a graph's launch there are many commands: those are captured already
-        commands = np.flatnonzero(inputs.launch != NONE)
-        launches = inputs.launch[commands]
-        commands = commands[np.bincount(launches)[launches] == 1]
+        commands = commands[~of_graphs & ~feeds_graph[launches]]
         builder.edit.capture[commands] = True
         builder.culprit[commands] = inputs.launch[commands]

@@ -25,6 +25,7 @@ _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 OURS = str(Path(__file__).parents[1]) + os.sep
+_PROVES = os.path.join(OURS, "runtime", "graph", "replay_check.py")
 _SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
@@ -40,8 +41,8 @@ _BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JU
 KEPT_AT_EITHER_END = 24
 """User lines of a chain; recursion may go deeper, and its middle is left out: the outer end is where the loops are."""
 USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
-"""Whose code it is: the user's own; an installed package's; a part of PyTorch that speaks for itself; Python's; hidden
-is PyTorch's way from a call to an operator, machinery, and ours;
+"""Whose code it is: the user's own; an installed package's; a part of PyTorch, or of ours, that speaks for itself;
+Python's; hidden is PyTorch's way from a call to an operator, machinery, and else what is ours;
 what calls the script stands outside of it."""
 TEXTS: dict[str, str] = {}
 """Programs that are no files: their source, by the name that Python gives them."""
@@ -183,7 +184,7 @@ def kind_of(file: str) -> int:
     if file in TEXTS:
         return USER
     if file.startswith((OURS, "<")):
-        return HIDDEN
+        return TORCH if file == _PROVES else HIDDEN
     if file.startswith(_TORCH):
         return TORCH if _speaks_for_itself(file) else HIDDEN
     if file.startswith(_LIBRARIES) and not _installed_into(file):
@@ -288,6 +289,8 @@ def shown(file: str) -> str:
     """As Kineto writes it: of an installed package from its name on, else relative to where the program runs."""
     if file in TEXTS:
         return _BY_OPTION[file]
+    if file.startswith(OURS):
+        return f"keepbusy/{file[len(OURS) :].replace(os.sep, '/')}"
     if root := _installed_into(file):
         return file[len(root) :]
     if file.startswith(_LIBRARIES):

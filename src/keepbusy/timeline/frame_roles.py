@@ -72,6 +72,7 @@ class Role(IntFlag):
     PICKS = auto()  # an operator that takes rows out of a tensor by their numbers, or puts them there
     VALIDATES = auto()  # PyTorch's own Python that looks whether a distribution's arguments are valid
     PRINTS = auto()  # PyTorch's own Python that writes a tensor as text
+    PROVES = auto()  # keepbusy's own Python that compares a graph with the step that it was made of
     WRAPS = auto()  # PyTorch's own Python that an operator is called through: what calls it calls the operator
 
 
@@ -113,6 +114,7 @@ _CONTAINED = (
         ),
         Role.WRAPS,
     ),
+    (re.compile(r"^(site-packages/)?keepbusy/runtime/graph/replay_check\.py"), Role.PROVES),
     (re.compile(r"broadcast"), Role.BROADCASTS),
     (re.compile(r"SendRecv"), Role.PAIRED),
     (re.compile(r"^(cuda|hip)Malloc(?!Host)|^cuMem(Create|Alloc)"), Role.ASKS_MEMORY),

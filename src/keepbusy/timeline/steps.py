@@ -24,13 +24,15 @@ OTHER_PART = 0.1
 """Stretches whose numbers of commands differ by more are different parts of a step."""
 _SETTLING = 0.5
 """Of the steps at most so many are taken for a beginning."""
+FEWEST_PROVEN = 4
+"""So many iterations that only replay stand for a loop, and those in which its graph was compared are left out."""
 LEAVES_LOOP = 4
 """A turn that launches so many times as much as others do has left its loop."""
 
 
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
     """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
-    timeline = turns_alone(timeline)
+    timeline = without_proofs(turns_alone(timeline))
     if not len(timeline.marks):
         guessed = by_pattern(timeline)
         timeline = guessed if not timeline.facts.is_whole or comes_again(guessed) else timeline
@@ -144,6 +146,19 @@ def without_timer_reads(timeline: Timeline) -> Timeline:
         spans=spans.change(kind=kind.astype(spans.kind.dtype), awaits=awaits.astype(spans.awaits.dtype)),
         links=links.take(~(reads[links.target] & (links.kind == LinkKind.ORDER))),
     ).change_facts(notes=(*timeline.facts.notes, note))
+
+
+def without_proofs(timeline: Timeline) -> Timeline:
+    """Without the iterations in which `keepbusy.graph` compares a replay with the step as it is written: there are few
+    in a long run, and what they do is over once the graph is proven. Where there are no others, these are explained."""
+    proving = np.append(timeline.frames.role & Role.PROVES != 0, False)[timeline.spans.frame]
+    if not proving.any():
+        return timeline
+    step = _step_of_rows(timeline)
+    of_proofs = np.unique(step[proving & (step != NONE)])
+    if min(len(timeline.marks_of(rank)) for rank in timeline.ranks) - len(of_proofs) < FEWEST_PROVEN:
+        return timeline
+    return _without(timeline, of_proofs)
 
 
 def _without(timeline: Timeline, dropped: Ints) -> Timeline:
