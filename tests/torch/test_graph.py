@@ -13,8 +13,10 @@ import graph_loops
 import pytest
 from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
 
+from keepbusy.fixes.capture import compared_replays
 from keepbusy.runtime.graph.captured_call import CallPattern, StepCall, renew_gradient_nodes
 from keepbusy.runtime.graph.graphed_step import ReplayWorth, graph
+from keepbusy.runtime.graph.replay_check import is_compared
 from keepbusy.runtime.prefetch.prefetch_iterator import prefetch
 
 torch = pytest.importorskip("torch")
@@ -208,6 +210,19 @@ def test_memory_stays_flat() -> None:
         step(x, y)
         levels.append(torch.cuda.memory_allocated())
     assert len(set(levels[10:])) == 1
+
+
+def test_replays_that_are_slower_than_the_step_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplayWorth, "SLOWER", 0.0)
+    kept = Kept()
+    with pytest.warns(UserWarning, match=r"a replay takes Python \S+ ms, and the call as it is written \S+ ms"):
+        assert outcome(LOOPS[0], kept, 40) == outcome(LOOPS[0], lambda step: step, 40)
+    assert kept.graphed.report().startswith(f"step: {ReplayWorth.REPLAYS} replayed, 6 compared, 1 captured, 21 eager; ")
+
+
+@pytest.mark.parametrize("replays", [0, 2, 3, 4, 15, 16, 100])
+def test_a_plan_counts_the_comparisons_that_are_made(replays: int) -> None:
+    assert compared_replays(replays) == sum(map(is_compared, range(1, replays + 1)))
 
 
 def test_weights_that_moved_are_trained_where_they_are() -> None:
@@ -449,9 +464,8 @@ def test_a_number_that_is_another_at_each_call_is_taken_in() -> None:
     assert graphed.report().startswith("step: 4 replayed, 5 compared, 1 captured, 2 eager")
 
 
-def test_a_number_that_is_another_now_and_then_is_taken_in_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_that_is_another_now_and_then_is_taken_in_later() -> None:
     """As an entropy weight that every second step updates: it would need a graph for each value."""
-    monkeypatch.setattr(ReplayWorth, "SLOWER", float("inf"))  # whatever else the machine does
     model = net()
     graphed = graph(lambda x, weight: (model(x) * weight).detach().sum())
     weights = [1.0 if at < 4 else 1.0 - at // 2 / 100 for at in range(60)]

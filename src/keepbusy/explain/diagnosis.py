@@ -90,6 +90,7 @@ class PlannedFix:
     predicted: Prediction
     alone: int  # what it would gain by itself
     run_gain: int = NONE  # what it saves the whole run, where that is known
+    once: int = 0  # what it costs the run once, of a graph: its capture, and its comparisons with the step
     needs: tuple[str, ...] = ()  # fixes without which it gains nothing
     instead: tuple[str, ...] = ()  # fixes of the same wait: either of them
     advice: str = ""

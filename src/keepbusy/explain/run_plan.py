@@ -4,7 +4,6 @@ each other. What a loop took, how often it turned and where its GPU was idle bou
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from keepbusy.explain.diagnosis import COMPUTING, Diagnosis, PlannedFix, Predict
 from keepbusy.explain.fix_search import Plan, planned_fix
 from keepbusy.explain.step_analysis import NOISE
 from keepbusy.fixes import BY_NAME
+from keepbusy.fixes.capture import compared_replays
 from keepbusy.fixes.cpu_work import ComputeOnGpu, UseProcesses
 from keepbusy.fixes.definition import Remedy
 from keepbusy.fixes.loading import PrepareInWorkers, PrepareOnce, ShareAmongWorkers
@@ -42,7 +42,6 @@ UNUSED = 0.001
 CAPTURING = 3
 """Iterations that stay as they are: the runtime rehearses two, and captures what it would have run."""
 _ON_THE_GPU = ComputeOnGpu().says(ComputeOnGpu.of_idle_line)
-_SAYS_UNCAPTURED = re.compile(rf" ?The first {CAPTURING} iterations run uncaptured[^.]*\.")
 
 
 def plan_of_run(diagnosis: Diagnosis, uses: Sequence[LoaderUse], uneven: Sequence[UnevenLoop] = ()) -> Plan:
@@ -221,10 +220,10 @@ def _largest_gain(diagnosis: Diagnosis) -> int:
 def _saved_in_all_steps(one: PlannedFix, steps: int, most: int = 1 << 62) -> PlannedFix:
     """With what it saves the run."""
     if one.fix == "graph":
-        reason = _SAYS_UNCAPTURED.sub("", one.reason)  # a loop's own plan holds it already
-        if NOISE * steps < CAPTURING:
-            reason = f"{reason} The first {CAPTURING} iterations run uncaptured.".strip()
-        return replace(one, run_gain=min(one.gain * max(0, steps - CAPTURING), most), reason=reason)
+        replays, before = max(0, steps - CAPTURING), one.predicted.step + one.gain
+        # a replay that is compared takes about twice as long as the step did, and the capture about as long
+        once = before + compared_replays(replays) * (one.gain + before)
+        return replace(one, run_gain=min(one.gain * replays, most), once=once)
     if one.fix != "compile":
         return replace(one, run_gain=min(one.gain * steps, most))
     after = f"after {max(1, COMPILING // max(1, one.gain)):,} steps" if one.gain else "never"

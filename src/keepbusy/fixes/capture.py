@@ -35,6 +35,13 @@ _NO_DRAWS = {
 """Of the functions of `random` and `numpy.random`."""
 MOST_GRAPHS = 4
 """At one place: each has its memory."""
+COMPARED_FIRST = 3
+
+
+def compared_replays(replays: int) -> int:
+    """How many of so many the runtime compares with the step as it is written: the first, and then each whose number is
+    a power of two."""
+    return min(replays, COMPARED_FIRST) + max(0, replays.bit_length() - 2)
 
 
 class Capture(NamedTuple):

@@ -25,7 +25,7 @@ _PATHS = sysconfig.get_paths()
 _LIBRARIES = tuple(f"{path}{os.sep}" for path in {_PATHS["stdlib"], _PATHS["platstdlib"]})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 OURS = str(Path(__file__).parents[1]) + os.sep
-_PROVES = os.path.join(OURS, "runtime", "graph", "replay_check.py")
+_PROVES = str(Path(OURS, "runtime", "graph", "replay_check.py"))
 _SCRIPT = str(Path(__file__).with_name("script.py"))
 
 

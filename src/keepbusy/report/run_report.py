@@ -184,7 +184,7 @@ def planned_rows(diagnosis: Diagnosis) -> list[PlanRow]:
     rows = list[PlanRow]()
     run_after, not_listed = diagnosis.run.time if diagnosis.run is not None else 0, Counter[str]()
     for fix in diagnosis.plan:
-        run_before, run_after = run_after, max(0, run_after - max(0, fix.run_gain))
+        run_before, run_after = run_after, max(0, run_after - max(0, fix.run_gain) + fix.once)
         if fix not in worth_it:
             not_listed[turns_meant(fix, diagnosis)] += max(0, fix.gain)
             continue
@@ -277,6 +277,9 @@ def _said_of(row: PlanRow, diagnosis: Diagnosis) -> Iterator[str]:
         yield tame(f"in {library}")
     if fix.reason:
         yield tame(fix.reason)
+    if fix.gain > 0 and diagnosis.run is not None and fix.once > WORTH_A_ROW * diagnosis.run.time:
+        once, pays = duration(fix.once), fix.once // fix.gain + 1
+        yield f"Capturing it and comparing its first replays takes {once}: it pays after {pays:,} iterations."
     for late in fix.late:
         yield tame(lateness(late, diagnosis.given))
     if fix.needs and not row.only_with:

@@ -259,7 +259,7 @@ def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
     if of_steps and of_steps[-1].after and len(rows) > 1 and not diagnosis.one_turn:
         factor = of_steps[0].before / of_steps[-1].after
         faster = f"{factor:.1f}x as fast per iteration" if factor >= 1.05 else ""
-    run_after = min((row.run_after for row in rows if row.run_after != NONE), default=NONE)
+    run_after = next((row.run_after for row in reversed(rows) if row.run_after != NONE), NONE)
     whole = ""
     if diagnosis.run is not None and run_after != NONE:
         whole = f"this run {transition(diagnosis.run.time, run_after)}"

@@ -9,7 +9,7 @@ from functools import cache
 from types import CodeType
 from typing import NamedTuple
 
-from keepbusy.program.lines import TEXTS, USER, compiled_as_written, is_importing, kind_of, shown
+from keepbusy.program.lines import OURS, TEXTS, USER, compiled_as_written, is_importing, kind_of, shown
 
 IMPORTING = -1
 """The kind of Python's own code that imports."""
@@ -47,6 +47,11 @@ class ProgramCodes:
 
     def is_users(self, line: Line) -> bool:
         return self.kinds[line.code] == USER
+
+    def function(self, line: Line) -> str:
+        """As its author would call it: of our own code the function that a program calls."""
+        code = self.objects[line.code]
+        return "keepbusy.graph" if code.co_filename.startswith(OURS) else code.co_name
 
     def file(self, number: int) -> str:
         if number not in self._files:

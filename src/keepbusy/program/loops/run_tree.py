@@ -430,7 +430,7 @@ class RunTree:
         for chain in chains:
             lines, time = self._where.known[chain], self._times.time_of[chain]
             below = lines[lines.index(line) + 1 :] if line in lines else ()
-            calls[self._codes.objects[below[0].code].co_name if below else ""] += time
+            calls[self._codes.function(below[0]) if below else ""] += time
             places[tuple(self._codes.place(inner) for inner in below if self._codes.is_users(inner))] += time
         return max(calls, key=lambda name: calls[name], default=""), (_agreed(places) or ("",))[-1]
 

@@ -176,7 +176,7 @@ def content_sum(storage: torch.UntypedStorage) -> Tensor:
     words = data[: len(data) // 8 * 8].view(torch.int64)
     tail = data[len(words) * 8 :].to(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for part in (*words.split(_CHUNK), tail):
+    for part in (*words.split(_CHUNK), *([tail] if len(tail) else [])):
         weights = torch.arange(1, 2 * len(part) + 1, 2, device=data.device)
         total = total * 31 + (part * weights).sum()
     return total

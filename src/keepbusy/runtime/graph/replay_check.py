@@ -48,7 +48,8 @@ class WrittenTensors:
     @contextmanager
     def watching(self, is_captured: bool = False) -> Iterator[None]:
         """While the step runs. In a capture nothing changes yet, but PyTorch counts what is to be written."""
-        tensors = self._device_tensors()
+        saved = self._saved_anyway()
+        tensors = [(label, one) for label, one in self._device_tensors() if id(one) not in saved and not is_small(one)]
         before = [writes_to(tensor) for _, tensor in tensors]
         sums = [] if is_captured else _sums(tensors)
         yield
@@ -63,19 +64,26 @@ class WrittenTensors:
 
     def split(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         """Those that it writes to, and the others; and what a person calls them."""
-        known = {id(tensor): tensor for tensor in (*self.leaves(), *self._written.values())}
-        for optimizer in self._participants.optimizers:
-            stepped = [group["params"] for group in optimizer.param_groups]
-            known |= {id(tensor): tensor for tensor in tree_leaves([*optimizer.state.values(), stepped])}
-        tensors = self._device_tensors()
-        known |= {id(tensor): tensor for _, tensor in tensors if tensor.untyped_storage().nbytes() <= SAVED_ALWAYS}
+        known, tensors = self._saved_anyway(), self._device_tensors()
+        known |= {id(tensor): tensor for _, tensor in tensors if is_small(tensor)}
         labels = {id(tensor): label for label, tensor in tensors}
         named = [(labels.get(key, "a tensor of an optimizer"), tensor) for key, tensor in known.items()]
         others = [(label, tensor) for label, tensor in tensors if id(tensor) not in known]
         return [(label, tensor) for label, tensor in named if _lies_on_device(tensor)], others
 
+    def _saved_anyway(self) -> dict[int, Tensor]:
+        known = {id(tensor): tensor for tensor in (*self.leaves(), *self._written.values())}
+        for optimizer in self._participants.optimizers:
+            stepped = [group["params"] for group in optimizer.param_groups]
+            known |= {id(tensor): tensor for tensor in tree_leaves([*optimizer.state.values(), stepped])}
+        return known
+
     def _device_tensors(self) -> list[tuple[str, Tensor]]:
         return [(label, value) for label, value in self._host.reached() if _lies_on_device(value)]
+
+
+def is_small(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() <= SAVED_ALWAYS
 
 
 def _lies_on_device(value: Any) -> bool:
@@ -92,21 +100,30 @@ class SavedTensors:
     """What the memory of tensors holds now: in memory of the device, or of the host where there is too little."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._copies:
-                self._copies[storage._cdata] = storage, _copy(bytes_of(storage))
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._held = [bytes_of(storage) for storage in storages.values()]
+        try:
+            copies = [torch.empty_like(one) for one in self._held]
+        except torch.OutOfMemoryError:
+            copies = [*map(_copy, self._held)]
+        else:
+            _copy_all(copies, self._held)
+        self._copies = dict(zip(storages, copies, strict=True))
 
     def restore(self) -> None:
-        for storage, copy in self._copies.values():
-            bytes_of(storage).copy_(copy)
+        _copy_all(self._held, [*self._copies.values()])
 
     def saved(self, tensor: Tensor) -> Tensor:
         """The tensor as it was."""
-        _, copy = self._copies[tensor.untyped_storage()._cdata]
+        copy = self._copies[tensor.untyped_storage()._cdata]
         empty = torch.empty(0, dtype=tensor.dtype, device=copy.device)
         return empty.set_(copy.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """With few launches."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _copy(data: Tensor) -> Tensor:
@@ -211,8 +228,10 @@ def _compared(
 
 def _differing(one: Outcome, other: Outcome) -> list[int]:
     """Places of values that differ. What was compared on the GPU is read at once: one wait, however many there are."""
-    pairs = zip(one.named, other.named, strict=True)
-    same = [_same_bits(value, made) for (_, value), (_, made) in pairs]
+    pairs = [(value, made) for (_, value), (_, made) in zip(one.named, other.named, strict=True)]
+    small = [place for place, pair in enumerate(pairs) if _are_small_and_alike(*pair)]
+    known = {*small} if small and _all_same([pairs[place] for place in small]) else set()
+    same: list[Any] = [place in known or _same_bits(*pair) for place, pair in enumerate(pairs)]
     on_device = [place for place, found in enumerate(same) if isinstance(found, Tensor)]
     if on_device:
         answers = [same[place].to(same[on_device[0]].device) for place in on_device]
@@ -221,13 +240,31 @@ def _differing(one: Outcome, other: Outcome) -> list[int]:
     return [place for place, found in enumerate(same) if not found]
 
 
+def _are_small_and_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not (one.is_cuda and other.is_cuda):
+        return False
+    alike = one.dtype == other.dtype and one.shape == other.shape and one.layout is torch.strided
+    here = one.get_device() == other.get_device() == torch.cuda.current_device()
+    return alike and here and one.nbytes <= SAVED_ALWAYS
+
+
+def _all_same(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether all have the same bits, asked at once: hundreds of small tensors would take a thousand launches."""
+    ones, others = (torch.cat([_bits_of(pair[side]) for pair in pairs]) for side in (0, 1))
+    return bool((ones == others).all())
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 def _same_bits(one: Any, other: Any) -> Any:
     """True or False, or of tensors on a GPU the answer as a tensor there."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    bits, other_bits = [value.detach().to(one.device).reshape(-1).view(torch.uint8) for value in (one, other)]
+    bits, other_bits = [_bits_of(value.detach().to(one.device)) for value in (one, other)]
     same = (bits == other_bits).all()
     return same if same.is_cuda else bool(same)
 
