@@ -294,6 +294,13 @@ def test_a_graph_costs_the_run_its_capture_and_its_comparisons_once() -> None:
     assert row.run_before - row.run_after == once.run_gain - once.once
 
 
+def test_a_line_of_the_verdict_shows_a_difference() -> None:
+    """The last ones that do not are left out; all of them are counted, and stand in the whole report."""
+    plan = (shortened(30, 20), *(replace(shortened(20, after), fix="readback") for after in (19.98, 19.97)))
+    rows = [line for line in verdict.render(of_120_steps(plan=plan)).splitlines() if line[:3] in ("1  ", "2  ", "3  ")]
+    assert len(rows) == 1
+
+
 def test_what_saves_the_run_most_comes_first() -> None:
     own = replace(HEALTHY, plan=(replace(shortened(5, 1), fix="readback"),))
     told = of_120_steps(plan=(shortened(30, 28),), loops=(LoopDiagnosis("train.py:70", 640, own),))

@@ -16,7 +16,7 @@ from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_EN
 from keepbusy.report.run_report import PlanRow
 from keepbusy.report.source import source_of
 from keepbusy.report.words import look, tame
-from keepbusy.timeline.figures import change, duration, share, span_of, transition
+from keepbusy.timeline.figures import change, duration, figure, share, span_of, transition
 from keepbusy.timeline.model import NONE
 
 HEIGHT, WIDTH = 12, 80
@@ -207,6 +207,8 @@ def _nothing_to_save(diagnosis: Diagnosis) -> str:
 def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -> list[Text]:
     """A fix a line; where that is too wide, the fix with its prediction, and its place below it."""
     shown = rows[:listed]
+    while len(shown) > 1 and _shows_no_difference(shown[-1]):
+        del shown[-1]
     names, predictions = [words.fix(row.fix.fix) for row in shown], [_in_short(row) for row in shown]
     room = width - 3 - 2 - 2 - max(map(len, names)) - max(map(len, predictions))
     places = [_region(row.fix) or _place(row.fix.where) for row in shown]
@@ -249,6 +251,13 @@ def _in_short(row: PlanRow) -> str:
     if row.fix.loop and row.run_after != NONE and not row.only_with:
         return f"the run {transition(row.run_before, row.run_after)}"
     return _prediction(row)
+
+
+def _shows_no_difference(row: PlanRow) -> bool:
+    """`the run 116 → 116 ms` is no news to anybody."""
+    of_run = row.fix.loop and row.run_after != NONE
+    before, after = (row.run_before, row.run_after) if of_run else (row.before, row.after)
+    return not row.only_with and figure(before, before) == figure(after, before)
 
 
 def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
