@@ -410,11 +410,13 @@ def test_a_program_that_fails_is_told_of_in_a_sentence(folder: Path) -> None:
     (folder / "train.py").write_text("raise ValueError('no data')")
     done = keepbusy(folder, "fix", "train.py")
     assert done.returncode == 2
-    assert done.stderr == "keepbusy: train.py ended with exit code 1: ValueError: no data\n"
+    assert done.stderr == (
+        "keepbusy: run 1 of train.py, as it is\nkeepbusy: train.py ended with exit code 1: ValueError: no data\n"
+    )
 
 
 def test_a_program_that_uses_no_gpu_is_told_so(folder: Path) -> None:
     (folder / "train.py").write_text("import torch; print(torch.ones(2).sum())")
     done = keepbusy(folder, "fix", "train.py")
     assert done.returncode == 2
-    assert done.stderr.startswith("keepbusy: train.py ran nothing on the GPU: its tensors stay on the CPU. Move the")
+    assert "\nkeepbusy: train.py ran nothing on the GPU: its tensors stay on the CPU. Move the" in done.stderr

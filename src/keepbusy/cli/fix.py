@@ -247,8 +247,7 @@ class CandidateRuns:
         self._count += 1
         folder, began = self._folder / str(self._count), time.monotonic()
         folder.mkdir()
-        about = f" of about {self._longest:.0f} s" if self._longest else ""
-        self._run(sources, folder, f"run {self._count} of {self.name}, {what}", about, capturable)
+        self._run(sources, folder, f"run {self._count} of {self.name}, {what}", capturable)
         self._longest = max(self._longest, time.monotonic() - began)
         timeline = load(folder / "run.busy")
         if not timeline.on_device.any():
@@ -333,7 +332,7 @@ class CandidateRuns:
             return different, ""
         return "", " of the program with `capturable=True`"
 
-    def _run(self, sources: dict[str, str], folder: Path, what: str, about: str, capturable: bool) -> None:
+    def _run(self, sources: dict[str, str], folder: Path, what: str, capturable: bool) -> None:
         from keepbusy.fix.source.planned_edits import source_of
         from keepbusy.fix.source.proof import ASKED
         from keepbusy.fixes.source.graphs import origins_of
@@ -350,7 +349,7 @@ class CandidateRuns:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
-            _wait(child, what, about)
+            _wait(child, what, self._longest)
             errors.seek(0)
             said = [line for line in errors.read().splitlines() if line.strip()]
         if child.returncode or not kept.exists():
@@ -359,20 +358,24 @@ class CandidateRuns:
             raise BadInput(f"{self.name} ended with exit code {child.returncode}: {last}")
 
 
-def _wait(child: subprocess.Popen[bytes], what: str, about: str) -> None:
-    """Who sits before a terminal sees that something goes on, and for how long."""
-    began, seen = time.monotonic(), sys.stderr.isatty()
+def _wait(child: subprocess.Popen[bytes], what: str, expected: float) -> None:
+    """A terminal shows how long it has taken so far; elsewhere, as in the log of CI, each run is a line."""
+    began, is_terminal = time.monotonic(), sys.stderr.isatty()
+    if not is_terminal:
+        about = f", about {expected:.0f} s" if expected else ""
+        print(f"keepbusy: {what}{about}", file=sys.stderr, flush=True)
     try:
         while True:
             try:
-                child.wait(1 if seen else None)
+                child.wait(1 if is_terminal else None)
                 break
             except subprocess.TimeoutExpired:
+                about = f" of about {expected:.0f} s" if expected else ""
                 sys.stderr.write(f"\rkeepbusy: {what}: {time.monotonic() - began:.0f} s{about} ")
     finally:
         child.kill()
         child.wait()
-        if seen:
+        if is_terminal:
             sys.stderr.write("\r\x1b[K")
 
 
