@@ -202,7 +202,8 @@ OVERLAPS = """() => {
 def test_no_words_overlap_however_far_one_zooms(width: int, opened: Any) -> None:
     """A page that is zoomed to twice its size is one of half the width."""
     page = opened(both() if width % 100 else html(LATE), width=width)
-    first_fix(page)
+    if width % 100:  # of the other one nothing can be switched on
+        first_fix(page)
     assert page.evaluate(OVERLAPS) == []
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
 

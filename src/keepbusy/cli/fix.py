@@ -363,7 +363,7 @@ def _wait(child: subprocess.Popen[bytes], what: str, expected: float) -> None:
     began, is_terminal = time.monotonic(), sys.stderr.isatty()
     if not is_terminal:
         about = f", about {expected:.0f} s" if expected else ""
-        print(f"keepbusy: {what}{about}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"keepbusy: {what}{about}\n")
     try:
         while True:
             try:
