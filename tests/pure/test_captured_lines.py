@@ -457,6 +457,73 @@ def test_a_batch_that_is_copied_in_a_call_is_copied_in_front() -> None:
     )
 
 
+def with_a_function_that_copies(function: str, call: str, own: str = "") -> str | None:
+    """The step of a loop, whose forward pass is in a function that copies what it is given."""
+    source = f"""\
+import keepbusy
+
+device = torch.device("cuda")
+
+{function}
+
+def train(self, net, optimizer, batches, gpu):
+    for x, y in batches:
+        loss = {call}
+        loss.backward()
+        optimizer.step()
+{own}"""
+    at = source[: source.index("        loss.backward()")].count("\n")
+    told = CapturedLines("train.py", "train", tuple((line, 20) for line in (at, at + 1, at + 2)), (at,), (at,))
+    return edited(source, "graph", [], told, [at - 1])
+
+
+LOSS_OF = "def loss_of(net, x, y, gpu):\n    x, y = x.to({0}), y.to({0})\n    return net(x, y)\n"
+
+
+METHOD = """\
+class Trainer:
+    def loss_of(self, net, x, y):
+        x, y = x.to(self.gpu), y.to(self.gpu)
+        return net(x, y)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "copied", "called"),
+    [
+        (LOSS_OF.format("gpu"), "loss_of(net, x, y, gpu)", "x.to(gpu)", "(net, x_on_gpu, y_on_gpu, gpu)"),
+        (LOSS_OF.format("gpu"), "loss_of(net, y=y, gpu=gpu, x=x)", "x.to(gpu)", "y=y_on_gpu, gpu=gpu, x=x_on_gpu"),
+        (LOSS_OF.format("device"), "loss_of(net, x, y, gpu).mean()", "x.to(device)", "y_on_gpu, gpu).mean()"),
+        (LOSS_OF.format("0, copy=True"), "loss_of(net, x, y, gpu)", "x.to(0, copy=True)", "(net, x_on_gpu"),
+        (METHOD, "self.loss_of(net, x, y)", "x.to(self.gpu)", "self.loss_of(net, x_on_gpu, y_on_gpu)"),
+    ],
+)
+def test_what_the_called_function_copies_first_is_copied_in_front(
+    function: str, call: str, copied: str, called: str
+) -> None:
+    new = with_a_function_that_copies(function, call)
+    assert new is not None
+    assert f"        x_on_gpu = {copied}\n" in new
+    assert called in new
+    assert "    loss.backward()\n    optimizer.step()\n" in new
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        (LOSS_OF.format("where"), "loss_of(net, x, y, gpu)"),  # a name that `train` might store: see below
+        (LOSS_OF.format("gpu"), "loss_of(net, *x)"),
+        (LOSS_OF.format("gpu"), "loss_of(net, x, y, gpu())"),
+        (LOSS_OF.format("gpu").replace("x, y =", "x = x + 1\n    x, y ="), "loss_of(net, x, y, gpu)"),
+        (LOSS_OF.format("gpu").replace("    x, y =", "    if x:\n        pass\n    x, y ="), "loss_of(net, x, y, gpu)"),
+        (LOSS_OF.format("gpu"), "other.loss_of(net, x, y, gpu)"),
+    ],
+)
+def test_a_copy_that_may_be_another_in_front_stays(function: str, call: str) -> None:
+    new = with_a_function_that_copies(function, call, "\ndef other():\n    where = 1\n")
+    assert new is None or "x_on_gpu" not in new
+
+
 @pytest.mark.parametrize(("options", "is_captured"), [("", False), (", cycle_momentum=False", True)])
 def test_an_optimizer_whose_momentum_changes_steps_behind_the_graph(options: str, is_captured: bool) -> None:
     new = captured(f"""\

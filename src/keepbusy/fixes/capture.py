@@ -109,7 +109,7 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tup
     around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs) | drawing
     where = inputs.outermost(~around | fed)
     held = held[_in_statements(inputs, held, where[held])]
-    lines = _lines(inputs, where[held], around)
+    lines = _lines(inputs, where[held], around, fed)
     reached = _reached(inputs, held, lines, edits)
     stays[held[~reached]] = True
     held, run = held[reached], _numbers(inputs, stays, parted)
@@ -247,28 +247,31 @@ def _parted_by(inputs: CauseInputs, stays: Mask) -> Mask:
     return result[:-1]
 
 
-def _lines(inputs: CauseInputs, captured: Ints, parted: Mask) -> tuple[CapturedLines, ...]:
-    """`captured`: of each launch the frame of its statement. `parted`: frames in which something stays. A line at which
-    something stays in few of the steps that reach it does not count: a short pause of the host."""
+def _lines(inputs: CauseInputs, captured: Ints, parted: Mask, fed: Mask) -> tuple[CapturedLines, ...]:
+    """`captured`: of each launch the frame of its statement. `parted`: frames in which something stays; `fed`: those
+    that only copy before they compute. A line at which something stays in few of the steps that reach it does not
+    count: a short pause of the host."""
     frames, names = inputs.timeline.frames, inputs.timeline.names
     launching = defaultdict[tuple[str, str], Counter[int]](Counter)
-    staying = defaultdict[tuple[str, str], list[int]](list)
+    staying, feeding = (defaultdict[tuple[str, str], list[int]](list) for _ in range(2))
     for frame, count in zip(*np.unique(captured[captured != NONE], return_counts=True), strict=True):
         if at := source_line(names[frames.name[frame]]):
             launching[at[0], at[2]][at[1]] += int(count)
     marks = inputs.timeline.spans.start[inputs.timeline.marks_of(inputs.timeline.ranks[0])]
     step = np.searchsorted(marks, frames.start, side="right")
-    reached, stayed = ({*zip(frames.name[one], step[one], strict=True)} for one in (np.arange(len(frames)), parted))
-    steps_reached, steps_stayed = (Counter(int(name) for name, _ in one) for one in (reached, stayed))
+    kinds = ({*zip(frames.name[one], step[one], strict=True)} for one in (np.arange(len(frames)), parted, parted & fed))
+    steps_reached, steps_stayed, steps_fed = (Counter(int(name) for name, _ in one) for one in kinds)
     for name, count in steps_stayed.items():
         at = source_line(names[name])
         if at and 2 * count > steps_reached[name]:
             staying[at[0], at[2]].append(at[1])
+            feeding[at[0], at[2]] += [at[1]] * (2 * steps_fed[name] > count)
     return tuple(
         CapturedLines(
             *place,
             tuple((line, -(-count // inputs.steps)) for line, count in sorted(lines.items())),
             tuple(sorted(staying[place])),
+            tuple(sorted(feeding[place])),
         )
         for place, lines in sorted(launching.items(), key=lambda one: -one[1].total())
     )

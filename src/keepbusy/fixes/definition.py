@@ -83,6 +83,8 @@ class CapturedLines(NamedTuple):
     launching: tuple[tuple[int, int], ...]
     """Lines, and how many launches of each a step's graphs hold."""
     staying: tuple[int, ...]
+    fed: tuple[int, ...] = ()
+    """Of those at which something stays: what stays are copies to the GPU, made before anything is computed."""
 
 
 @dataclass(frozen=True, eq=False)

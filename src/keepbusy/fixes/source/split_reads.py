@@ -6,6 +6,8 @@ captured, and the copy can be made in front of the graph, or the read behind it.
     x_on_gpu = x.to(device)
     loss = model(x_on_gpu)
 
+where it may be a function of the program that copies what it is given, and
+
     accuracy = (out.argmax(1) == y).float().mean().item()
 
     accuracy_on_gpu = (out.argmax(1) == y).float().mean()
@@ -16,9 +18,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from itertools import chain, count
+from typing import NamedTuple, TypeGuard
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
@@ -53,10 +58,12 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
     if not lines.staying:
         return None
     own, launching = wrapper.module.code, dict(lines.launching)
-    names = [node for node in ast.walk(ast.parse(own)) if isinstance(node, ast.Name)]
-    stored = [name for name in names if isinstance(name.ctx, ast.Store)]
+    tree = ast.parse(own)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    stored = [name for name in names if _is_stored(name)]
     computed = {name.id for name in stored} - {name.id for name in stored if name.lineno not in launching}
-    split = _Split(frozenset(lines.staying), launching, computed, {name.id for name in names})
+    called = {line: _copying_functions(tree) for line in lines.fed}
+    split = _Split(frozenset(lines.staying), launching, computed, {name.id for name in names}, called)
     module = wrapper.visit(split)
     if not split.names and not split.arriving:
         return None
@@ -81,11 +88,18 @@ class _Split(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
     def __init__(
-        self, staying: frozenset[int], launching: Mapping[int, int], computed: set[str], taken: set[str]
+        self,
+        staying: frozenset[int],
+        launching: Mapping[int, int],
+        computed: set[str],
+        taken: set[str],
+        called: Mapping[int, Mapping[str, _CopyingFunction]],
     ) -> None:
-        """`computed`: names of what only statements that launch have stored; others may be arrays of the host."""
+        """`computed`: names of what only statements that launch have stored; others may be arrays of the host.
+        `called`: at a line, functions that copy what they are given."""
         super().__init__()
         self._staying, self._launching, self._computed, self._taken = staying, launching, computed, taken
+        self._called = called
         self.arriving: dict[str, int] = {}
         """Names of what is copied to the GPU in front, and how much the statement launches."""
         self.names: list[str] = []
@@ -109,7 +123,7 @@ class _Split(cst.CSTTransformer):
     def _all_parts(self, statement: cst.SimpleStatementLine, line: int) -> Sequence[cst.BaseStatement]:
         if line not in self._launching or len(statement.body) != 1 or not _is_in_any_case(statement):
             return self._parts(statement)
-        copies = _Copies(self._free_name)
+        copies = _Copies(self._free_name, self._called.get(line, {}))
         fed = cst.ensure_type(statement.visit(copies), cst.SimpleStatementLine)
         if not copies.found:
             return self._parts(statement)
@@ -163,22 +177,107 @@ def _each_by_itself(statement: cst.BaseStatement) -> Sequence[cst.BaseStatement]
 _PLACE = "_keepbusy_read_"
 
 
-class _Copies(cst.CSTTransformer):
-    """Finds what is copied to the GPU within a call, and puts a name in its place."""
+class _CopyingFunction(NamedTuple):
+    """A function that begins with copies of what it is given to the GPU."""
 
-    def __init__(self, free_name: Callable[[str], str]) -> None:
+    parameters: list[str]
+    copies: dict[str, ast.Call]
+    """Of a parameter, how it is copied."""
+    free: set[str]
+    """Names in these calls that are no parameters."""
+
+
+def _copying_functions(tree: ast.Module) -> dict[str, _CopyingFunction]:
+    """By name, as far as it tells which function is meant. What a name of the whole file stands for in a function that
+    stores none of that name, it stands for in others."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    counts = Counter(node.name for node in functions)
+    within = [part for node in functions for part in ast.walk(node)]
+    stored = {part.id for part in within if _is_stored(part)} | {
+        part.arg for part in within if isinstance(part, ast.arg)
+    }
+    found = dict[str, _CopyingFunction]()
+    for node in functions:
+        parameters, copies, rebound = [one.arg for one in node.args.args], dict[str, ast.Call](), set[str]()
+        for statement in node.body:
+            if not isinstance(statement, ast.Assign | ast.Expr):
+                break
+            for part in ast.walk(statement):
+                match part:
+                    case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="to" | "cuda")) as copy:
+                        if name in parameters and name not in rebound:
+                            copies.setdefault(name, copy)
+            rebound |= {part.id for part in ast.walk(statement) if _is_stored(part)}
+        named = {part.id for copy in copies.values() for part in ast.walk(copy) if isinstance(part, ast.Name)}
+        free = named - {*parameters}
+        if copies and counts[node.name] == 1 and not free & stored and not named & rebound - copies.keys():
+            found[node.name] = _CopyingFunction(parameters, copies, free)
+    return found
+
+
+def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+class _Copies(cst.CSTTransformer):
+    """Finds what is copied to the GPU within a call, or by the function that is called, and puts a name in its
+    place."""
+
+    def __init__(self, free_name: Callable[[str], str], called: Mapping[str, _CopyingFunction]) -> None:
         super().__init__()
-        self._free_name = free_name
+        self._free_name, self._called = free_name, called
         self.found: dict[str, cst.BaseExpression] = {}
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:  # noqa: ARG002, N802
         match updated_node.value:
             case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value="to" | "cuda"))) as copy:
-                if isinstance(value, cst.Name | cst.Attribute | cst.Subscript) and not _calls_of(value):
-                    name = self._free_name(value.value if isinstance(value, cst.Name) else "value")
-                    self.found[name] = copy
-                    return updated_node.with_changes(value=cst.Name(name))
+                if _is_plain(value):
+                    return updated_node.with_changes(value=self._name_of(copy, value))
         return updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: ARG002, N802
+        match updated_node.func:
+            case cst.Name(value=name):
+                receiver = list[str]()
+            case cst.Attribute(value=cst.Name(value="self"), attr=cst.Name(value=name)):
+                receiver = ["self"]
+            case _:
+                return updated_node
+        called, arguments = self._called.get(name), updated_node.args
+        if (
+            called is None
+            or (called.parameters[:1] == ["self"]) != bool(receiver)
+            or any(one.star for one in arguments)
+        ):
+            return updated_node
+        positional = chain(called.parameters[len(receiver) :], map(str, count()))  # numbers are those of `*others`
+        given = {one.keyword.value if one.keyword else next(positional): one.value for one in arguments}
+        words = {name: cst.Module([]).code_for_node(value) for name, value in given.items() if _is_plain(value)}
+        words |= {name: name for name in (*receiver, *called.free)}
+        for parameter, copy in called.copies.items():
+            if {part.id for part in ast.walk(copy) if isinstance(part, ast.Name)} <= words.keys():
+                written = cst.parse_expression(ast.unparse(_Renamed(words).visit(deepcopy(copy))))
+                given[parameter] = self._name_of(written, given[parameter])
+        replaced = zip(arguments, given.values(), strict=True)
+        return updated_node.with_changes(args=[argument.with_changes(value=value) for argument, value in replaced])
+
+    def _name_of(self, copy: cst.BaseExpression, copied: cst.BaseExpression) -> cst.Name:
+        name = self._free_name(copied.value if isinstance(copied, cst.Name) else "value")
+        self.found[name] = copy
+        return cst.Name(name)
+
+
+class _Renamed(ast.NodeTransformer):
+    def __init__(self, words: Mapping[str, str]) -> None:
+        self._words = words
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.parse(self._words[node.id], mode="eval").body
+
+
+def _is_plain(value: cst.BaseExpression) -> bool:
+    """A name, an attribute or an item, which may stand twice."""
+    return isinstance(value, cst.Name | cst.Attribute | cst.Subscript) and not _calls_of(value)
 
 
 class _Reads(cst.CSTTransformer):
