@@ -9,6 +9,8 @@ import pytest
 pytest.importorskip("libcst")
 
 from keepbusy.fixes.definition import CapturedLines
+from keepbusy.fixes.source.captured_lines import refused_lines
+from keepbusy.fixes.source.graphs import with_graphs
 from keepbusy.fixes.source.rewriting import edited
 
 
@@ -457,6 +459,42 @@ def test_a_batch_that_is_copied_in_a_call_is_copied_in_front() -> None:
     )
 
 
+def test_a_number_that_counts_down_is_no_constant_of_a_graph() -> None:
+    new = captured("""\
+        import keepbusy
+
+        def sample(model, x, betas):
+            for i in reversed(range(1000)):  # loop
+                eps = model(x)  # launches
+                x = x - betas[i] * eps  # launches
+            return x
+    """)
+    assert new is not None
+    assert "    eps = model(x)\n    return eps\n" in new
+
+
+def test_what_no_graph_can_hold_is_known_whoever_writes_it() -> None:
+    source = """\
+class Average:
+    def update(self, kept, model):
+        for old, new in zip(kept.parameters(), model.parameters()):
+            old.data = 0.9 * old.data + 0.1 * new.data
+
+    def swap(self, kept):
+        kept.data = kept.data * 2
+
+def train(model, kept, average, tokens):
+    for step in range(9):
+        out = model(tokens)
+        tokens = torch.cat([tokens, out])
+        average.swap(kept)
+        scaled = out * step
+"""
+    told = CapturedLines("train.py", "train", tuple((line, 9) for line in (11, 12, 13, 14)), ())
+    assert refused_lines(source, told) == {12, 13, 14}
+    assert refused_lines("def train(:\n", told) == set()
+
+
 def with_a_function_that_copies(function: str, call: str, own: str = "") -> str | None:
     """The step of a loop, whose forward pass is in a function that copies what it is given."""
     source = f"""\
@@ -506,6 +544,17 @@ def test_what_the_called_function_copies_first_is_copied_in_front(
     assert f"        x_on_gpu = {copied}\n" in new
     assert called in new
     assert "    loss.backward()\n    optimizer.step()\n" in new
+
+
+def test_lines_that_copy_first_are_found_where_another_fix_has_moved_them() -> None:
+    source = LOSS_OF.format("'cuda'") + (
+        "\ndef train(net, optimizer, batches):\n    for x, y in batches:\n        loss = loss_of(net, x, y, 0)\n"
+        "        loss.backward()\n        optimizer.step()\n"
+    )
+    told = CapturedLines("train.py", "train", ((7, 20), (8, 20), (9, 20)), (7,), (7,))
+    new = with_graphs(source, f"import time\n\n{source}", told, [6])
+    assert new is not None
+    assert "x_on_gpu = x.to('cuda')\n" in new
 
 
 @pytest.mark.parametrize(

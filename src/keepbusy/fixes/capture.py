@@ -140,24 +140,28 @@ def _in_statements(inputs: CauseInputs, launches: Ints, statement: Ints) -> Mask
 def _reached(
     inputs: CauseInputs, launches: Ints, lines: Sequence[CapturedLines], edits: Sequence[tuple[str, Where]]
 ) -> Mask:
-    """Which of these launches keepbusy can write into graphs; all of them where it can none, or the sources are not
-    here."""
+    """Which of these launches keepbusy can write into graphs; where it can none, those that somebody else could, and
+    all of them where the sources are not here."""
     files = _sources(inputs, {one.file for one in lines})
     if not files:
         return np.ones(len(launches), bool)
+    from keepbusy.fixes.source.captured_lines import refused_lines
     from keepbusy.fixes.source.graphs import reached_lines
 
     loop = Where.of(inputs.timeline.facts.loop)
-    held = set[tuple[str, int]]()
+    held, refused = set[tuple[str, int]](), set[tuple[str, int]]()
     for file, source in files.items():
         here = [(way, [at.line]) for way, at in edits if at.file == file]
         mine = [one for one in lines if one.file == file]
         held |= {(file, line) for line in reached_lines(source, here, mine, [loop.line] * (loop.file == file))}
+        refused |= {(file, line) for one in mine for line in refused_lines(source, one)}
     at = [source_line(name) for name in inputs.timeline.names]
     in_graphs = _stand_at(inputs, launches, [one is not None and one[:2] in held for one in at])
     elsewhere = ~_stand_at(inputs, launches, [one is not None and one[0] in files for one in at])
     result = in_graphs | elsewhere
-    return result if result.any() else ~result
+    return (
+        result if result.any() else ~_stand_at(inputs, launches, [one is not None and one[:2] in refused for one in at])
+    )
 
 
 def _stand_at(inputs: CauseInputs, launches: Ints, names: Sequence[bool]) -> Mask:

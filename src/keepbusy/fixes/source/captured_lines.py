@@ -126,6 +126,19 @@ def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collect
     return CapturedSource(wrapper.visit(LiftRegions(regions)), max(map(function.launches_in, regions)))
 
 
+def refused_lines(source: str, lines: CapturedLines) -> set[int]:
+    """Those of the lines that launch which no graph can hold, whoever writes it."""
+    try:
+        function = _function_at(ast.parse(source), lines, ()) if lines.launching else None
+    except (SyntaxError, ValueError):
+        return set()
+    if function is None:
+        return set()
+    nodes = [node for node in own_nodes(function.node) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    refused = [one for one in (Statement([node]) for node in nodes) if function.is_refused(one)]
+    return {line for line, _ in lines.launching if any(one.has([line]) for one in refused)}
+
+
 def _function_at(tree: ast.Module, lines: CapturedLines, loops: Collection[int]) -> _Function | None:
     """The innermost function around the first line; the module itself for lines that stand in none."""
     line, around = lines.launching[0][0], list[ast.FunctionDef]()
@@ -305,11 +318,17 @@ class _Function:
         """Whether no graph can hold it."""
         return (
             statement.has(self._staying)
-            or statement.has(self._growing)
-            or any(name in self.file.rebinding for name in statement.called)
-            or (self.file.cycles_momentum and statement.called == {"step"})
             or any(isinstance(node, _LOOPS) and node.lineno in self._loops for node in statement.nodes)
             or not self._can_move(statement)
+            or self.is_refused(statement)
+        )
+
+    def is_refused(self, statement: Statement) -> bool:
+        """Whether a graph of it, wherever it stands, would not do what it does."""
+        return (
+            statement.has(self._growing)
+            or any(name in self.file.rebinding for name in statement.called)
+            or (self.file.cycles_momentum and statement.called == {"step"})
             or self._counts_in(statement)
         )
 
@@ -675,13 +694,23 @@ def _read_names(statement: Statement) -> set[str]:
 def _counters_of(node: ast.AST) -> Iterable[str]:
     """Names of numbers that differ in each iteration."""
     match node:
-        case ast.For(target=target, iter=ast.Call(func=ast.Name(id="range" | "trange"))):
+        case ast.For(target=target, iter=ast.Call() as numbers) if _is_range(numbers):
             return Uses([target]).stores
         case ast.For(target=ast.Tuple(elts=[first, *_])) if "enumerate" in Uses([node.iter]).called:
             return Uses([first]).stores
         case ast.AugAssign(target=ast.Name(id=name), value=ast.Constant()):
             return [name]
     return []
+
+
+def _is_range(node: ast.AST) -> bool:
+    """Also `reversed(range(1000))` and `tqdm(range(1000))`."""
+    match node:
+        case ast.Call(func=ast.Name(id="range" | "trange")):
+            return True
+        case ast.Call(func=ast.Name(id="reversed" | "tqdm" | "list" | "iter"), args=[first, *_]):
+            return _is_range(first)
+    return False
 
 
 def _growing_in(loop: ast.For | ast.While) -> Iterator[int]:

@@ -17,6 +17,7 @@ def with_graphs(own: str, now: str, lines: CapturedLines, loops: Iterable[int]) 
     left = lines._replace(
         launching=tuple((moved[line], count) for line, count in lines.launching if line in moved),
         staying=tuple(moved[line] for line in lines.staying if line in moved),
+        fed=tuple(moved[line] for line in lines.fed if line in moved),
     )
     return edited(now, "graph", [], left, [moved[line] for line in loops if line in moved])
 
