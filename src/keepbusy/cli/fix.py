@@ -295,7 +295,7 @@ class CandidateRuns:
         sources, before = without
         different, of_whom = (own if tolerance else before).computed.same(after.computed, tolerance), ""
         if different and way == "graph" and self._computes:
-            different, of_whom = self._against_capturable(different, after, tolerance)
+            different, tolerance, of_whom = self._against_capturable(different, own, after, tolerance)
         if different and self._computes:
             if self._unprovable is None:
                 again = own.computed.same(self.tried({}, "as it is, again").computed, 0)
@@ -315,22 +315,30 @@ class CandidateRuns:
         if was - now < least:
             raise BadInput(f"it saves nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
         same = "the same results to the last bit"
-        same = f"results within {100 * tolerance:g}%{of_whom}, for {why}" if tolerance else same
+        same = f"results within {100 * tolerance:.3g}%{of_whom}, for {why}" if tolerance else same
         same = same if self._computes else "results not compared, since nothing is computed with --values none"
         foretold = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
         return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
 
-    def _against_capturable(self, different: str, after: TrialRun, tolerance: float) -> tuple[str, str]:
-        """What differs, and else of whom the results are. A graph needs PyTorch's `capturable` optimizers, whose
-        rounding grows in some programs, as GANs: what the graph itself changes shows against a run with these."""
+    def _against_capturable(
+        self, different: str, own: TrialRun, after: TrialRun, tolerance: float
+    ) -> tuple[str, float, str]:
+        """What differs, else the tolerance, and of whom the results are. A graph needs PyTorch's `capturable`
+        optimizers, whose rounding grows in some programs, as GANs: what the graph itself changes shows against a run
+        with these, or is no more than they change."""
         if self._capturable is None:
             try:
                 self._capturable = self.tried({}, "as it is, with capturable optimizers", capturable=True).computed
             except BadInput:  # they are not for it, as with weights on the CPU
-                return different, ""
-        if not self._capturable.weights or self._capturable.same(after.computed, tolerance):
-            return different, ""
-        return "", " of the program with `capturable=True`"
+                return different, tolerance, ""
+        if not self._capturable.weights:
+            return different, tolerance, ""
+        if not self._capturable.same(after.computed, tolerance):
+            return "", tolerance, " of the program with `capturable=True`"
+        by_themselves = max(own.computed.distances(self._capturable).values())
+        if by_themselves > tolerance and not own.computed.same(after.computed, by_themselves):
+            return "", by_themselves, ", as with `capturable=True` alone"
+        return different, tolerance, ""
 
     def _run(self, sources: dict[str, str], folder: Path, what: str, capturable: bool) -> None:
         from keepbusy.fix.source.planned_edits import source_of

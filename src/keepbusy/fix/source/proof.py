@@ -113,14 +113,20 @@ class RunResults:
         """
         if len(self.last) != len(other.last):
             return "its optimizers hold more or fewer weights than the program's own"
+        for name, distance in self.distances(other).items():
+            if not distance <= tolerance:
+                return f"its {name} differ by up to {100 * distance:.3g}%, and may by {100 * tolerance:.3g}%"
         replayed = len(other.losses) < len(self.losses)
-        losses = [] if replayed else self.losses
-        for name, one, another in (("losses", losses, other.losses), ("weights", self.last, other.last)):
-            both = zip(one, another, strict=False)
-            furthest = max((abs(a - b) / max(abs(a), 1e-6) for a, b in both), default=0.0)
-            if not furthest <= tolerance:
-                return f"its {name} differ by up to {100 * furthest:.3g}%, and may by {100 * tolerance:g}%"
         return "it trained nothing that could be compared" if replayed and not self.last else ""
+
+    def distances(self, other: RunResults) -> dict[str, float]:
+        """How far losses and weights are apart at most, as a share."""
+        losses = [] if len(other.losses) < len(self.losses) else self.losses
+        pairs = {"losses": (losses, other.losses), "weights": (self.last, other.last)}
+        return {
+            name: max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(*both, strict=False)), default=0.0)
+            for name, both in pairs.items()
+        }
 
 
 def _first(some: list[int], others: list[int]) -> int:
