@@ -518,6 +518,37 @@ def train(self, net, optimizer, batches, gpu):
 LOSS_OF = "def loss_of(net, x, y, gpu):\n    x, y = x.to({0}), y.to({0})\n    return net(x, y)\n"
 
 
+@pytest.mark.parametrize(
+    ("before", "reads", "is_captured"),
+    [
+        ("", "if wide: loss = loss + scale", False),
+        ("if wide: scale = net.scale", "if wide: loss = loss + scale", False),
+        ("if wide: scale = net.scale", "loss = loss + scale if wide else loss", False),
+        ("if wide: scale = net.scale", "loss = loss + scale", True),  # it has no value there, either
+        ("if wide: scale = net.scale\n    else: scale = 1.0", "if wide: loss = loss + scale", True),
+        ("try: scale = net.scale\n    except AttributeError: scale = 1.0", "if wide: loss = loss + scale", True),
+        ("try: scale = net.scale\n    except AttributeError: raise", "if wide: loss = loss + scale", True),
+        ("try: scale = net.scale\n    except AttributeError: pass", "if wide: loss = loss + scale", False),
+        ("with open(wide) as scale: pass", "if wide: loss = loss + scale", True),
+    ],
+)
+def test_what_may_have_no_value_is_not_handed_over(before: str, reads: str, is_captured: bool) -> None:
+    """A branch that is not taken reads no name; a call reads all that it is given."""
+    new = captured(f"""\
+def train(net, optimizer, batches, wide):
+    {before}
+    for x in batches:  # loop
+        loss = net(x)  # launches
+        {reads}  # launches
+        loss.backward()  # launches
+        optimizer.step()  # launches
+        scale = loss
+""")
+    assert is_captured == (new is not None and "net, optimizer" in new and "scale" in new.partition("def train")[0]), (
+        new
+    )
+
+
 METHOD = """\
 class Trainer:
     def loss_of(self, net, x, y):

@@ -46,6 +46,7 @@ from keepbusy.fixes.source.name_flow import (
     parameters_of,
     shared_names,
     statements_of,
+    surely_read,
 )
 
 _LOOPS = (ast.For, ast.While)
@@ -289,7 +290,7 @@ class _Function:
                 later = (*region.after, *rest, *(one for outer in reversed(path) for one in outer.following))
                 if (
                     is_worth_it
-                    and self._bind(region, rest, path)
+                    and self._bind(region, statements, rest, path)
                     and not _goes_back(self._with_gradient(region), later)
                 ):
                     yield region
@@ -434,7 +435,9 @@ class _Function:
         fresh = {name for name in made if "_on_gpu" in name}
         return not in_place or read <= fresh  # it may write to what is read by another name
 
-    def _bind(self, region: LiftedLines, rest: Sequence[Statement], path: Sequence[_Enclosing]) -> bool:
+    def _bind(
+        self, region: LiftedLines, block: list[Statement], rest: list[Statement], path: Sequence[_Enclosing]
+    ) -> bool:
         """What the region is given and what is read of it later. False where its names do not allow it."""
         flow = Flow(node for statement in region.captured for node in statement.nodes)
         inside = {id(part) for statement in region.captured for part in statement.parts}
@@ -448,7 +451,10 @@ class _Function:
         local = self._local_around(path, inside) | flow.stored.keys()
         given = [name for name in flow.needed if name in local]
         lacking = [name for name in made if name not in flow.defined and name not in given]
-        if not self._with_values(flow, outside).issuperset([*lacking, *flow.needed.keys() & flow.stored.keys()]):
+        before = [one for one in block if one not in (*region.captured, *region.after, *rest)]
+        known = self._with_values(before, path) | {name for name in (*flow.needed, *flow.stored) if "." in name}
+        known |= {name for one in region.captured for node in one.nodes for name in surely_read(node)}
+        if not known.issuperset([*lacking, *(name for name in given if name in self._local)]):
             return False
         first = region.captured[0].first
         if any(_goes_back({name}, region.captured) for name in given if self._may_ask_gradient(name, first)):
@@ -476,11 +482,18 @@ class _Function:
         parts = [part for loop in loops for part in ast.walk(loop) if id(part) not in inside]
         return {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
 
-    def _with_values(self, flow: Flow, outside: Iterable[ast.AST]) -> set[str]:
-        """Names that have a value when the region is called: others may have none yet."""
-        known = {part.id for part in outside if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-        known |= {name for name in (*flow.needed, *flow.stored) if "." in name}
-        return known | {*parameters_of(self.node)} if isinstance(self.node, ast.FunctionDef) else known
+    def _with_values(self, before: Iterable[Statement], path: Sequence[_Enclosing]) -> set[str]:
+        """Names that have a value when the region is called, in any case. `before`: of its block."""
+        known = {*parameters_of(self.node)} if isinstance(self.node, ast.FunctionDef) else set[str]()
+        blocks = [[*before], *[statements_of(outer.block)[: outer.place] for outer in path]]
+        known.update(*[Flow(node for statement in one for node in statement.nodes).defined for one in blocks])
+        for outer in path:
+            match outer.statement:
+                case ast.For(target=target):
+                    known |= {*Uses([target]).stores}
+                case ast.With(items=items):
+                    known |= {*Uses(item.optional_vars for item in items if item.optional_vars).stores}
+        return known
 
     def _may_ask_gradient(self, name: str, line: int) -> bool:
         """Whether a model, or a function of the program's own, makes it last before this line, at one that launches

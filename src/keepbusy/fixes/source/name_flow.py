@@ -108,9 +108,22 @@ class Flow(ast.NodeVisitor):
         self._write([item.optional_vars for item in node.items if item.optional_vars])
         self._visit_all(node.body)
 
+    def visit_Try(self, node: ast.Try) -> None:
+        before = set(self.defined)
+        self._visit_all([*node.body, *node.orelse])
+        after, self.defined = self.defined, before
+        for handler in node.handlers:
+            self.defined = set(before)
+            if handler.type is not None:
+                self._read(handler.type)
+            self._visit_all(handler.body)
+            after = after & self.defined if _goes_on(handler.body) else after
+        self.defined = after
+        self._visit_all(node.finalbody)
+
     def generic_visit(self, node: ast.AST) -> None:
         self._read(node)
-        if isinstance(node, ast.While | ast.Try | ast.Match | ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.While | ast.Match | ast.FunctionDef | ast.ClassDef):
             self.stored |= Uses([node]).stores  # perhaps
         else:
             self._write([node])
@@ -126,6 +139,24 @@ class Flow(ast.NodeVisitor):
         names = Uses(nodes).stores
         self.stored |= names
         self.defined |= set(names)
+
+
+def surely_read(node: ast.AST) -> set[str]:
+    """Names that are read whatever happens."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Load()):
+            return {name}
+        case ast.IfExp(test=first) | ast.If(test=first) | ast.While(test=first) | ast.For(iter=first):
+            return surely_read(first)
+        case ast.BoolOp(values=[first, *_]):
+            return surely_read(first)
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+            return surely_read(node.generators[0].iter)
+        case ast.AugAssign(target=ast.Name(id=name)):
+            return {name} | surely_read(node.value)
+        case ast.Lambda() | ast.FunctionDef() | ast.Try():
+            return set()
+    return {name for child in ast.iter_child_nodes(node) for name in surely_read(child)}
 
 
 def _goes_on(block: Sequence[ast.stmt]) -> bool:
