@@ -228,7 +228,7 @@ def test_what_calls_a_function_that_draws_is_not_captured(monkeypatch: pytest.Mo
     assert capture(body).share > 0.9
     forward = "\n" * 5 + "def forward(x):\n    x = x * 2\n    return x * random.random()\n"
     sources = {"model.py": forward, "main.py": ""}
-    monkeypatch.setattr(capturing, "_sources", lambda _, names: {name: sources[name] for name in names & {*sources}})
+    monkeypatch.setattr(capturing, "sources_at", lambda _, names: {name: sources[name] for name in names & {*sources}})
     monkeypatch.setattr(capturing, "_reached", lambda _, launches, *others: np.ones(len(launches), bool))
     capture_of.cache_clear()
     lines = {(one.file, line) for one in capture(body).lines for line, _ in one.launching}

@@ -10,7 +10,7 @@ pytest.importorskip("libcst")
 
 from keepbusy.fixes.definition import CapturedLines
 from keepbusy.fixes.source.captured_lines import refused_lines
-from keepbusy.fixes.source.graphs import with_graphs
+from keepbusy.fixes.source.graphs import reached_lines, with_graphs
 from keepbusy.fixes.source.rewriting import edited
 
 
@@ -547,6 +547,23 @@ def train(net, optimizer, batches, wide):
     assert is_captured == (new is not None and "net, optimizer" in new and "scale" in new.partition("def train")[0]), (
         new
     )
+
+
+def test_a_constant_mask_is_no_wait_in_a_graph() -> None:
+    source = """\
+mask = load()
+for epoch in range(9):
+    out = net(x)
+    loss = error(out[mask], y[mask])
+    loss.backward()
+    optimizer.step()
+"""
+    told = CapturedLines("train.py", "<module>", tuple((line, 9) for line in (3, 4, 5, 6)), (), (), (4,))
+    new = edited(source, "graph", [], told, [2])
+    assert new is not None
+    assert "mask = load()\nmask_indices = mask.nonzero(as_tuple=True)\n" in new
+    assert "    loss = error(out[mask_indices], y[mask_indices])\n" in new.partition("for epoch")[0]
+    assert reached_lines(source, [], [told], [2]) == [3, 4, 5, 6]
 
 
 METHOD = """\

@@ -188,7 +188,7 @@ LINES = {
     "log": 3315,
     "virtual": 10346,
     "causes": 1618,
-    "fixes": 5028,
+    "fixes": 5252,
     "explain": 2521,
     "report": 3462,
     "runtime": 7527,

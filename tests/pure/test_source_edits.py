@@ -205,6 +205,86 @@ def test_a_loop_that_does_not_go_back_has_no_last_gradients(header: str) -> None
     assert edited(source, "accumulate", [3]) is None
 
 
+MASKED = """\
+import torch
+
+def make():
+    train_mask = torch.zeros(9, dtype=torch.bool)
+    return train_mask
+
+def main(model, x, y, optimizer):
+    train_mask = make()
+    train_mask[:5] = True
+    train_mask = train_mask.cuda()
+
+    def train():
+        out = model(x)
+        return loss(out[train_mask], y[train_mask])
+
+    for epoch in range(9):
+        train().backward()
+        optimizer.step()
+"""
+
+
+def test_the_indices_of_a_mask_that_is_always_the_same_are_taken_once() -> None:
+    assert changed(MASKED, "take_indices_once", 14) == (
+        ["        return loss(out[train_mask], y[train_mask])"],
+        [
+            "    train_mask_indices = train_mask.nonzero(as_tuple=True)",
+            "        return loss(out[train_mask_indices], y[train_mask_indices])",
+        ],
+    )
+    other = MASKED.replace("epoch in range(9):\n", "epoch in range(9):\n        print(out[train_mask])\n")
+    first = edited(other, "take_indices_once", [14])
+    assert first is not None
+    both = edited(first, "take_indices_once", [18])
+    assert both is not None
+    assert both.count(".nonzero(") == 1
+    assert "print(out[train_mask_indices])" in both
+
+
+def test_so_are_those_of_a_mask_in_an_object() -> None:
+    source = """\
+data = load()
+data = data.to("cuda")
+for epoch in range(9):
+    error = loss(model(data)[data.train_mask], data.y[data.train_mask])
+"""
+    assert changed(source, "take_indices_once", 4)[1] == [
+        "data_train_mask_indices = data.train_mask.nonzero(as_tuple=True)",
+        "    error = loss(model(data)[data_train_mask_indices], data.y[data_train_mask_indices])",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("out[train_mask], y[train_mask]", "out[train_mask], y[order]"),  # which of them is the mask?
+        ("y[train_mask])", "y[train_mask], x[x > 0])"),
+        ("y[train_mask])", "torch.nonzero(y[train_mask]))"),  # is it one?
+        ("out = model(x)\n", "out = model(x)\n        train_mask = out > 0\n"),
+        ("        train().backward()", "        train_mask[epoch] = True\n        train().backward()"),
+        ("        train().backward()", "        train_mask.fill_(epoch)\n        train().backward()"),
+        ("    def train():", "    def train(train_mask):"),
+        ("    train_mask = train_mask.cuda()\n", "    if x:\n        train_mask = train_mask.cuda()\n"),
+        ("def main(", "train_mask = 1\ndef main("),
+        ("    def train():\n", "    def train():\n        nonlocal train_mask\n"),
+        ("import torch\n", "import torch\ntrain_mask_indices = 5\n"),
+    ],
+)
+def test_a_mask_that_may_change_is_asked_each_time(part: str, other: str) -> None:
+    source = MASKED.replace(part, other)
+    assert source != MASKED
+    [line] = [at for at, text in enumerate(source.splitlines(), 1) if "return loss" in text]
+    assert edited(source, "take_indices_once", [line]) is None
+
+
+def test_a_mask_that_is_made_where_it_chooses_is_no_constant() -> None:
+    source = "def step(x):\n    kept = x > 0\n    return x[kept].sum()\n"
+    assert edited(source, "take_indices_once", [3]) is None
+
+
 def test_a_masked_mean_has_a_shape_that_the_host_knows() -> None:
     assert changed("loss = 2 * error[valid].mean() + x[valid].sum()\n", "keep_shapes", 1)[1] == [
         "loss = 2 * (torch.where(valid, error, 0).sum() / valid.sum()) + torch.where(valid, x, 0).sum()"

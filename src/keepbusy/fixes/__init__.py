@@ -23,6 +23,7 @@ FIXES: tuple[Fix, ...] = (
     reading.DropChecks(),
     reading.PrintCopy(),
     reading.CallLessOften(),
+    reading.TakeIndicesOnce(),
     reading.KeepShapes(),
     reading.TellSizes(),
     reading.Readback(),

@@ -68,6 +68,7 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
     waits = np.flatnonzero(inputs.is_sync & ~inputs.waits_for_large_copy)
     goes, nothing = np.zeros(len(inputs.timeline), bool), FindingBuilder("host_sync", inputs.timeline).finding()
     by_hand, elsewhere, edits = dict[tuple[str, str], list[Ints]](), list[str](), list[tuple[str, Where]]()
+    masked = list[Where]()
     for where, rows in by_place(inputs, waits).items():
         fix = PlacedCause(inputs, nothing, where, rows, fixes).remedy().fix
         comes_often = len(rows) >= IN_A_ROW * inputs.steps
@@ -75,11 +76,14 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
         if fix.name == "create_on_gpu":
             elsewhere.append(named(fix.name, [where]))
         if goes[rows].any() and not fix.is_gone_in_graph:
+            if fix.leaves_statement:
+                masked.append(where)
+                continue
             by_hand.setdefault((where.file, where.function), []).append(rows)
             edits += [(way, where) for way in fix.served_by[:1] if not fix.is_asked_for]
     beside = np.zeros(len(inputs.timeline), bool)
     beside[[row for groups in by_hand.values() for rows in groups for row in rows]] = True
-    found = captured(inputs, goes, beside, edits)
+    found = captured(inputs, goes, beside, edits, masked)
     found = found._replace(first=next(iter(elsewhere), ""))
     within = by_hand.keys() - {(lines.file, lines.function) for lines in found.lines}
     if not within or not found.lines:
@@ -87,12 +91,19 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
     for place in within:
         for rows in by_hand[place]:
             goes[rows] = beside[rows] = False
-    return captured(inputs, goes, beside, edits)._replace(first=found.first)
+    return captured(inputs, goes, beside, edits, masked)._replace(first=found.first)
 
 
-def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tuple[str, Where]] = ()) -> Capture:
+def captured(
+    inputs: CauseInputs,
+    goes: Mask,
+    by_hand: Mask,
+    edits: Sequence[tuple[str, Where]] = (),
+    masked: Sequence[Where] = (),
+) -> Capture:
     """`goes`: waits that a fix can take away; `by_hand`: those of them that wait where they are until that is made, by
-    these edits of the source as far as keepbusy makes it. Where it can capture anything, only what it can counts."""
+    these edits of the source as far as keepbusy makes it. `masked`: where constant masks choose. Where keepbusy can
+    capture anything, only what it can counts."""
     spans, timeline = inputs.timeline.spans, inputs.timeline
     reads = np.zeros(len(spans), bool)  # copies that go with the waits
     reads[inputs.last_launch[goes & (inputs.copy_of_sync != NONE)]] = True
@@ -109,9 +120,15 @@ def captured(inputs: CauseInputs, goes: Mask, by_hand: Mask, edits: Sequence[tup
     around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs) | drawing
     where = inputs.outermost(~around | fed)
     held = held[_in_statements(inputs, held, where[held])]
-    lines = _lines(inputs, where[held], around, fed)
+    lines = tuple(
+        one._replace(
+            masked=tuple(sorted(at.line for at in masked if (at.file, at.function) == (one.file, one.function)))
+        )
+        for one in _lines(inputs, where[held], around, fed)
+    )
     reached = _reached(inputs, held, lines, edits)
     stays[held[~reached]] = True
+    parted |= frames_around(timeline.frames, spans.frame[held[~reached]])
     held, run = held[reached], _numbers(inputs, stays, parted)
     first, last = (np.full(int(run.max(initial=0)) + 1, NONE, np.int64) for _ in range(2))
     first[run[held][::-1]], last[run[held]] = held[::-1], held
@@ -142,7 +159,7 @@ def _reached(
 ) -> Mask:
     """Which of these launches keepbusy can write into graphs; where it can none, those that somebody else could, and
     all of them where the sources are not here."""
-    files = _sources(inputs, {one.file for one in lines})
+    files = sources_at(inputs, {one.file for one in lines})
     if not files:
         return np.ones(len(launches), bool)
     from keepbusy.fixes.source.captured_lines import refused_lines
@@ -175,7 +192,7 @@ def _stand_at(inputs: CauseInputs, launches: Ints, names: Sequence[bool]) -> Mas
     return result
 
 
-def _sources(inputs: CauseInputs, names: Collection[str]) -> dict[str, str]:
+def sources_at(inputs: CauseInputs, names: Collection[str]) -> dict[str, str]:
     """Of these files, those that are where the run was begun."""
     folder, found = inputs.timeline.facts.folder, dict[str, str]()
     if folder and find_spec("libcst") is not None:
@@ -201,7 +218,9 @@ def _calls_what_draws(inputs: CauseInputs) -> Mask:
     is seen in the sources alone."""
     frames, names = inputs.timeline.frames, inputs.timeline.names
     places = [source_line(name) for name in names]
-    drawing = {file: drawing_lines(source) for file, source in _sources(inputs, {at[0] for at in places if at}).items()}
+    drawing = {
+        file: drawing_lines(source) for file, source in sources_at(inputs, {at[0] for at in places if at}).items()
+    }
     draws = np.array([drawing[at[0]].get(at[1], 0) if at and at[0] in drawing else 0 for at in places] or [0])
     draws = draws[frames.name]
     parted = np.concatenate([frames.parent[draws > 0], np.flatnonzero(draws == _AT_THE_DRAW)])

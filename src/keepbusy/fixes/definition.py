@@ -85,6 +85,8 @@ class CapturedLines(NamedTuple):
     staying: tuple[int, ...]
     fed: tuple[int, ...] = ()
     """Of those at which something stays: what stays are copies to the GPU, made before anything is computed."""
+    masked: tuple[int, ...] = ()
+    """Lines that choose by a mask which is always the same: they wait no more once its indices are taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +155,8 @@ class Fix:
     """However many lines it concerns."""
     removes_wait: ClassVar[bool] = False
     """Nothing waits there any more, so that it can be captured."""
+    leaves_statement: ClassVar[bool] = False
+    """The statement that waited stands where it stood, and computes what it did."""
     is_gone_in_graph: ClassVar[bool] = False
     """Nothing needs to be written for that where a graph is captured."""
     is_not_for_loops: ClassVar[bool] = False

@@ -117,6 +117,39 @@ class CallLessOften(Fix):
         return replace(usual, bounds=all_or_nothing(place.inputs, usual))
 
 
+class TakeIndicesOnce(Fix):
+    """Selections by a mask that is the same in all iterations."""
+
+    name, label = "take_indices_once", "take the mask's indices once"
+    causes = ("host_sync",)
+    removes_wait = leaves_statement = True
+    served_by = ("take_indices_once",)
+    advice = Advice(
+        "Only the GPU knows how many elements the mask selects, and it is the same mask in each iteration. Take its "
+        "indices once, before the loop, and select with them.",
+        "indices = mask.nonzero(as_tuple=True)  # before the loop; then x[indices] instead of x[mask]",
+        "torch.nonzero",
+    )
+
+    def applies(self, place: PlacedCause) -> bool:
+        """That it is the same is seen in the source alone."""
+        if not called_operator(place) & Role.CHOOSES:
+            return False
+        from keepbusy.fixes.capture import sources_at
+        from keepbusy.fixes.source.calls import constant_mask
+
+        sources = sources_at(place.inputs, [place.where.file])
+        return any(constant_mask(source, place.where.line) is not None for source in sources.values())
+
+    def source_edit(self) -> SourceEdit:
+        from keepbusy.fixes.source.calls import write_indices_once
+
+        return SourceEdit(
+            "`x[mask_indices]` instead of `x[mask]`, and `mask_indices = mask.nonzero(as_tuple=True)` before the loop",
+            write_indices_once,
+        )
+
+
 class KeepShapes(Fix):
     """Selections by a mask, whose size only the GPU knows."""
 

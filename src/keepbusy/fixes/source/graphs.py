@@ -8,16 +8,19 @@ from difflib import SequenceMatcher
 
 from keepbusy.fixes.capture import FEWEST_LAUNCHES
 from keepbusy.fixes.definition import LIFTED, CapturedLines
-from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines
+from keepbusy.fixes.reading import TakeIndicesOnce
+from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines, replaced_lines
 
 
 def with_graphs(own: str, now: str, lines: CapturedLines, loops: Iterable[int]) -> str | None:
     """What `now` becomes. `lines` and `loops` are the user's own file's."""
     moved = moved_lines(own, now)
+    launching = moved | replaced_lines(own, now)  # what stood there may stay no more; it launches as before
     left = lines._replace(
-        launching=tuple((moved[line], count) for line, count in lines.launching if line in moved),
+        launching=tuple(sorted((launching[line], count) for line, count in lines.launching if line in launching)),
         staying=tuple(moved[line] for line in lines.staying if line in moved),
         fed=tuple(moved[line] for line in lines.fed if line in moved),
+        masked=tuple(moved[line] for line in lines.masked if line in moved),
     )
     return edited(now, "graph", [], left, [moved[line] for line in loops if line in moved])
 
@@ -26,8 +29,8 @@ def reached_lines(
     own: str, edits: Iterable[tuple[str, Sequence[int]]], captured: Iterable[CapturedLines], loops: Sequence[int]
 ) -> list[int]:
     """The user's lines that graphs hold once these edits are made, and then these lines are captured."""
-    now = own
-    for way, lines in edits:
+    now, captured = own, [*captured]
+    for way, lines in (*edits, *((TakeIndicesOnce.name, one.masked) for one in captured)):
         moved = moved_lines(own, now)
         now = edited(now, way, [moved[line] for line in lines if line in moved]) or now
     before = now
@@ -43,8 +46,10 @@ def lines_in_graphs(own: str, before: str, now: str) -> list[int]:
     body = [at for one in functions for at in range(one.body[0].lineno, (one.end_lineno or 0) + 1)]
     if not body:
         return []
-    origins, new, old = origins_of(now, own), lines_of(now), lines_of(own)
-    return sorted({origins[at - 1] for at in body if _moved(new[at - 1]) == _moved(old[origins[at - 1] - 1])})
+    origins, new, old, between = origins_of(now, own), lines_of(now), lines_of(own), lines_of(before)
+    replaced = {_moved(between[to - 1]): line for line, to in replaced_lines(own, before).items()}
+    held = {origins[at - 1] for at in body if _moved(new[at - 1]) == _moved(old[origins[at - 1] - 1])}
+    return sorted(held | {replaced[_moved(new[at - 1])] for at in body if _moved(new[at - 1]) in replaced})
 
 
 def _captured_functions(source: str) -> list[ast.FunctionDef]:

@@ -18,6 +18,7 @@ from libcst.metadata import MetadataWrapper
 from keepbusy.fixes import BY_NAME
 from keepbusy.fixes.definition import CapturedLines, SourceEdit
 from keepbusy.fixes.loading import DRAW_ONCE
+from keepbusy.fixes.source.calls import write_indices_once
 from keepbusy.fixes.source.captured_lines import with_captured
 from keepbusy.fixes.source.loaders import with_loader_arguments
 from keepbusy.fixes.source.split_reads import with_split_reads
@@ -98,7 +99,14 @@ def _parsed(source: str) -> MetadataWrapper:
 
 
 def _captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int]) -> cst.Module | None:
-    """With reads split from what they read where graphs hold more then."""
+    """With constant masks as indices; and with reads split from what they read where graphs hold more then."""
+    if (indexed := write_indices_once(wrapper, frozenset(lines.masked))) is not None:
+        own, now = wrapper.module.code, indexed.code
+        moved = moved_lines(own, now) | replaced_lines(own, now)
+        launching = tuple(sorted((moved[line], count) for line, count in lines.launching if line in moved))
+        staying, fed = (tuple(moved[line] for line in some if line in moved) for some in (lines.staying, lines.fed))
+        wrapper, loops = _parsed(now), [moved[line] for line in loops if line in moved]
+        lines = lines._replace(launching=launching, staying=staying, fed=fed, masked=())
     plain, split = with_captured(wrapper, lines, loops), with_split_reads(wrapper, lines, loops)
     if split is None:
         return plain and plain.module
@@ -117,6 +125,13 @@ def moved_lines(source: str, changed: str) -> dict[int, int]:
     """Where each line stands once other fixes have moved it; those that were changed themselves are no longer there."""
     same = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_matching_blocks()
     return {one.a + at: one.b + at for one in same for at in range(1, one.size + 1)}
+
+
+def replaced_lines(own: str, now: str) -> dict[int, int]:
+    """Where the lines stand that were changed themselves, each into one."""
+    steps = SequenceMatcher(None, lines_of(own), lines_of(now), autojunk=False).get_opcodes()
+    changed = [span for what, *span in steps if what == "replace" and span[1] - span[0] == span[3] - span[2]]
+    return {begin + at: to + at for begin, end, to, _ in changed for at in range(1, end - begin + 1)}
 
 
 def changed_lines(source: str, changed: str) -> list[int]:
