@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from keepbusy.runtime.module_parts import own_weights, submodules  # noqa: E402
-from keepbusy.runtime.spread.module_tree import TrainedNames, _has_parameters, tied_parameters  # noqa: E402
+from keepbusy.runtime.spread.module_tree import TrainedNames, blocks_of, tied_parameters  # noqa: E402
 
 
 class OwnWay(torch.nn.Module):
@@ -32,7 +32,9 @@ def test_parts_are_those_of_pytorch() -> None:
     assert [*own_weights(model.inner[1])] == [*model.inner[1].parameters(recurse=False)]
 
 
-@pytest.mark.parametrize("ask", [_has_parameters, lambda model: TrainedNames(model, None)])
+@pytest.mark.parametrize(
+    "ask", [lambda model: blocks_of(torch.nn.Sequential(model, OwnWay())), lambda model: TrainedNames(model, None)]
+)
 def test_nothing_is_asked_that_such_a_class_does_not_take(ask: Callable[[Any], Any]) -> None:
     assert ask(OwnWay().cuda())
 

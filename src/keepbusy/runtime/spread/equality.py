@@ -28,8 +28,8 @@ from keepbusy.runtime.spread.module_tree import orders_of, reordered, without_dr
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
 """Of the norm of a gradient, by the coarsest dtype of the model; other dtypes may differ by 5e-2. Sums in another order
 differ by 1e-6, with TF32 by 1e-3, and a gradient that is not averaged, or that misses a part, by 0.1 and more."""
-_KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reduce_scatter": "reduce-scatter"}
-_KINDS |= {"all_reduce": "all-reduce", "all_gather": "all-gather", "broadcast": "broadcast"}
+_KINDS = {kind.replace("-", ""): kind for kind in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")}
+"""Collectives by what their operators' names hold, without underscores."""
 
 
 class NotEqual(RuntimeError):  # noqa: N818 -- what was found
@@ -40,18 +40,26 @@ class Example:
     """A batch that the model is called with, and what one process makes of it: its loss and all gradients."""
 
     def __init__(self, model: nn.Module, batch: Any, device: torch.device) -> None:
-        self._batch = tree_map(lambda one: _of_first_rank(one, device), batch)
+        def of_first_rank(value: Any) -> Any:
+            """Ranks that draw their own example would each compare with another."""
+            if isinstance(value, Tensor):
+                value = value.detach().to(device, copy=True).contiguous()
+                dist.broadcast(value, 0)
+            return value
+
+        self._batch = tree_map(of_first_rank, batch)
         self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        """What each module was called with, which holds activations."""
         self.repeats = False  # a module ran twice, as one that is computed again in the backward pass
-        with ExitStack() as watched:
-            for one in model.modules():
-                watched.callback(one.register_forward_pre_hook(self._note, with_kwargs=True).remove)
+        with ExitStack() as hooks:
+            for module in model.modules():
+                hooks.callback(module.register_forward_pre_hook(self._note, with_kwargs=True).remove)
             self.loss = _loss_of_run(model, model, self._batch)
-        self._gradients, self._norms = dict[str, Tensor](), dict[str, float]()
-        for name, one in _gradients(model):
-            self._gradients[name], self._norms[name] = one.cpu(), float(one.float().norm())
-        kinds = {weight.dtype for weight in model.parameters() if weight.grad is not None}
-        self._allowed = max((TOLERANCES.get(kind, 5e-2) for kind in kinds), default=0.0)
+        whole = dict(_gradients(model))
+        self._norms = {name: float(gradient.float().norm()) for name, gradient in whole.items()}
+        self._gradients = {name: gradient.cpu() for name, gradient in whole.items()}
+        dtypes = {gradient.dtype for gradient in whole.values()}
+        self._allowed = max((TOLERANCES.get(dtype, 5e-2) for dtype in dtypes), default=0.0)
         self.unused = [
             name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None
         ]
@@ -62,12 +70,6 @@ class Example:
         kept = {name: option for name, option in options.items() if "Cache" not in type(option).__name__}
         self.repeats |= module in self.calls
         self.calls.setdefault(module, (arguments, kept))
-
-    def forget_calls(self) -> set[nn.Module]:
-        """Which modules were called; what with, which holds activations, is let go."""
-        called = set(self.calls)
-        self.calls.clear()
-        return called
 
     def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory, uncut: str) -> str:
         """What was compared, as a sentence; raises `NotEqual`. `uncut`: what may be to blame if sequences are cut."""
@@ -99,26 +101,28 @@ class Example:
         return f"one step equals one process (gradients within {max(far, worst):.1g}, allowed {allowed:g}){moved}"
 
     def _farthest(self, model: nn.Module) -> tuple[float, str]:
-        learned = {name for name, weight in model.named_parameters() if weight.grad is not None}
-        missing = next((name for name in self._gradients if name not in learned), None)
-        if missing is not None:
-            return float("inf"), missing
-        floor, found = 1e-2 * max(self._norms.values()), [(0.0, "")]
-        for name, one in _gradients(model):
-            if name in self._gradients:
-                off = (one.float() - self._gradients[name].to(one.device).float()).norm()
-                found.append((float(off) / max(self._norms[name], floor, 1e-30), name))
-        return max(found, key=lambda one: one[0] if one[0] == one[0] else float("inf"))
+        """How far the gradient that differs most is from that of one process, of its norm, and whose it is."""
+        floor, worst, missing = 1e-2 * max(self._norms.values()), (0.0, ""), set(self._gradients)
+        for name, gradient in _gradients(model):
+            if name in missing:
+                missing.remove(name)
+                off = (gradient.float() - self._gradients[name].to(gradient.device).float()).norm()
+                share = float(off) / max(self._norms[name], floor, 1e-30)
+                worst = max(worst, (share if share == share else float("inf"), name))
+        return (float("inf"), next(name for name in self._gradients if name in missing)) if missing else worst
 
 
 def _where(error: BaseException, model: nn.Module) -> str:
     """The model's innermost module that failed, and its line."""
     names = {id(module): name or "the model" for name, module in model.named_modules()}
-    places = [(frame.f_locals.get("self"), frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    inside = [(names[id(one)], frame, line) for one, frame, line in places if id(one) in names]
-    inside = [one for one in inside if "_call_impl" not in one[1].f_code.co_name]  # PyTorch's, around each module
-    name, frame, line = inside[-1] if inside else ("the model", places[-1][1], places[-1][2])
-    file = frame.f_code.co_filename
+    frames = list(traceback.walk_tb(error.__traceback__))
+    inside = [
+        (frame, line)
+        for frame, line in frames
+        if id(frame.f_locals.get("self")) in names and "_call_impl" not in frame.f_code.co_name  # around each module
+    ]
+    frame, line = (inside or frames)[-1]
+    name, file = names.get(id(frame.f_locals.get("self")), "the model"), frame.f_code.co_filename
     remedy = "wrap or cut less of it"
     if "DTensor" in str(error):
         remedy = "it reads a parameter of a module without calling that module; call it, or hold the parameter itself"
@@ -128,28 +132,27 @@ def _where(error: BaseException, model: nn.Module) -> str:
     )
 
 
-def _of_first_rank(value: Any, device: torch.device) -> Any:
-    """Ranks that draw their own example would each compare with another."""
-    if isinstance(value, Tensor):
-        value = value.detach().to(device, copy=True).contiguous()
-        dist.broadcast(value, 0)
-    return value
-
-
 def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
-    """The example's loss, after its backward pass; buffers are as they were."""
-    arguments, options = (
-        ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
-    )
+    """The example's loss, after its backward pass; buffers are as they were. It is the model's own, or a mean of
+    squares of what it returns, which weighs each row of a batch alike."""
+    options = batch if isinstance(batch, dict) else {}
+    arguments = batch if isinstance(batch, tuple) else (() if options is batch else (batch,))
     buffers = {name: buffer.clone() for name, buffer in inner.named_buffers()}
     with without_dropout(inner):
         output = model(*arguments, **options)
-        loss = _loss_of(output)
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if not tensors:
+                kind = type(output).__name__
+                raise ValueError(f"the model returned a {kind} without a tensor that has a gradient")
+            loss = torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
         loss.backward()
     with torch.no_grad():
-        for name, one in inner.named_buffers():
+        for name, buffer in inner.named_buffers():
             if name in buffers:
-                one.copy_(buffers[name])
+                buffer.copy_(buffers[name])
     return loss.detach().float()
 
 
@@ -159,24 +162,12 @@ def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     notes = logging.getLogger("torch.distributed.tensor._redistribute")
     level = notes.level
     notes.setLevel(logging.ERROR)  # that whole gradients are slow to gather matters once
-    for name, one in model.named_parameters():
-        if one.grad is not None:
-            whole = one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad
-            back = orders[id(one)].argsort() if id(one) in orders else None
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            whole = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+            back = orders[id(weight)].argsort() if id(weight) in orders else None
             yield name, reordered(whole.detach(), back)
     notes.setLevel(level)
-
-
-def _loss_of(output: Any) -> Tensor:
-    """Of whatever the model returns: its own loss, or a mean of squares, which weighs each row of a batch alike."""
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not tensors:
-        raise ValueError(f"the model returned a {type(output).__name__} without a tensor that has a gradient")
-    return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
 
 class FirstStep:
@@ -192,8 +183,8 @@ class FirstStep:
         optimizer.register_step_pre_hook(self._check)
 
     def _check(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
-        for name, one in self._frozen.items():
-            if one.grad is not None:
+        for name, weight in self._frozen.items():
+            if weight.grad is not None:
                 raise NotEqual(
                     f"{name} was frozen when the model was spread, and DDP does not send its gradients: each rank "
                     "would train its own; freeze it after spread"
@@ -211,27 +202,26 @@ class FirstStep:
                 f"{len(missing)} parameters got no gradient at the first step, such as {missing[0]}: they do not learn",
                 stacklevel=3,
             )
-        if self._layout.wraps:
+        layout = self._layout
+        if layout.wraps:
+            alike, group = trained, layout.data_group
             remedy = "call the model that spread returned, outside of no_sync()"
-            self._same(names, trained, self._layout.data_group, remedy)
-        elif self._layout.tensor > 1:
-            whole = [weight for weight in trained if weight.placements[-1].is_replicate()]
-            self._same(names, whole, self._layout.tensor_group, "give ranks that share layers the same batches")
-
-    def _same(self, names: dict[int, str], parameters: list[Any], group: Any, remedy: str) -> None:
-        none = torch.zeros((), device=self._layout.device)
-        norms = torch.stack(
-            [none if weight.grad is None else own_part(weight.grad).float().norm() for weight in parameters]
-        )
+        elif layout.tensor > 1:
+            alike = [weight for weight in trained if weight.placements[-1].is_replicate()]
+            group, remedy = layout.tensor_group, "give ranks that share layers the same batches"
+        else:
+            return
+        none = torch.zeros((), device=layout.device)
+        norms = torch.stack([none if weight.grad is None else own_part(weight.grad).float().norm() for weight in alike])
         low, high = norms.clone(), norms.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
         largest = float(high.max())
-        for one, least, most in zip(parameters, low.tolist(), high.tolist(), strict=True):
+        for weight, least, most in zip(alike, low.tolist(), high.tolist(), strict=True):
             if most - least > 1e-3 * (most + largest):
                 raise NotEqual(
-                    f"the gradient of {names[id(one)]} has norm {least:.4g} on one rank and {most:.4g} on another: it "
-                    f"was not exchanged, or computed from other inputs; {remedy}"
+                    f"the gradient of {names[id(weight)]} has norm {least:.4g} on one rank and {most:.4g} on another: "
+                    f"it was not exchanged, or computed from other inputs; {remedy}"
                 )
 
 
@@ -244,17 +234,20 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is not typed 
         self.size: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if function.namespace in ("c10d", "_c10d_functional"):
-            kind = next((kind for key, kind in _KINDS.items() if key in function.__name__), None)
+            name = function.__name__.replace("_", "")
+            kind = next((kind for key, kind in _KINDS.items() if key in name), None)
             if kind:
                 self.number[kind] += 1
                 self.size[kind] += max(_bytes(args[0]), _bytes(args[1]))
         return function(*args, **(kwargs or {}))
 
     def __str__(self) -> str:
-        return ", ".join(f"{self.number[one]} {one}s of {self.size[one] / 1e6:.4g} MB" for one in sorted(self.number))
+        return ", ".join(
+            f"{self.number[kind]} {kind}s of {self.size[kind] / 1e6:.4g} MB" for kind in sorted(self.number)
+        )
 
 
 def _bytes(value: Any) -> int:

@@ -6,11 +6,9 @@ A loop goes on reading whole batches: gradients, and statistics of batch norms, 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,11 +43,6 @@ class RankLayout:
         """Whether DDP carries the gradients; with tensor parallelism FSDP2 does, whose parameters may be DTensors."""
         return self.data > 1 and self.tensor == 1 and self.shard < 2
 
-    @property
-    def sharding_mesh(self) -> Any:
-        """For `fully_shard`: replicas stand in a first dimension, and then the second has one rank."""
-        return self.mesh["data"] if self.shard else self.mesh["data", "alone"]
-
     def __str__(self) -> str:
         what = ("replicas", "replicas with sharded optimizer states", "shards of gradients and states", "shards")
         parts = [f"{self.data} {what[self.shard]}"] if self.data > 1 else []
@@ -79,12 +72,6 @@ def check_arguments(shard: int, tensor: int | None, plan: Any) -> None:
         )
 
 
-def tell_planner(data: int, shared: bool) -> None:
-    """How many parts batches are cut into, or how many ranks bring their own."""
-    if path := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):
-        Path(path).write_text(json.dumps({"data": data, "shared": shared}), encoding="utf-8")
-
-
 def lay_out(shard: int, tensor: int | None) -> RankLayout:
     """The layout of all ranks; they are brought together first where the script has not done so."""
     ranks, tensor = ranks_here(), tensor or 1
@@ -92,7 +79,15 @@ def lay_out(shard: int, tensor: int | None) -> RankLayout:
         raise ValueError(f"spread got tensor={tensor} for {ranks} ranks; it must divide them")
     if shard == 1 and tensor > 1:
         raise ValueError("spread has no shard=1 with tensor=; shard=2 shards the same states and sends less")
-    device = _own_device()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if place >= count:
+            raise ValueError(
+                f"local rank {place} has no GPU: this machine has {count}; start at most {count} processes"
+            )
+        torch.cuda.set_device(place)
+        device = torch.device("cuda", place)
     if not dist.is_initialized():
         bound = {"device_id": device} if device.type == "cuda" else {}
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **bound)
@@ -104,16 +99,6 @@ def lay_out(shard: int, tensor: int | None) -> RankLayout:
     if tensor > 1 and ranks > tensor:
         mesh[tuple(shape)[-2:]]._flatten()  # a norm over both takes one sum then, and not two
     return RankLayout(shard, ranks // tensor, tensor, mesh, device)
-
-
-def _own_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if place >= count:
-        raise ValueError(f"local rank {place} has no GPU: this machine has {count}; start at most {count} processes")
-    torch.cuda.set_device(place)
-    return torch.device("cuda", place)
 
 
 class ShareSampler:
@@ -155,11 +140,11 @@ class SharedBatches:
 def share_of(batch: Any, layout: RankLayout) -> Any:
     """This rank's rows of every tensor in it."""
 
-    def rows(one: Any) -> Any:
-        if not isinstance(one, Tensor) or not one.dim():
-            return one
-        size = one.shape[0] // layout.data
-        return one[size * layout.data_rank :][:size]
+    def rows(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        size = value.shape[0] // layout.data
+        return value[size * layout.data_rank :][:size]
 
     return tree_map(rows, batch)
 
@@ -196,23 +181,20 @@ class HostBatchNorm(nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]  # P
         total, squares, counts = differentiable.all_reduce(sums, group=self.process_group)
         mean = total / counts
         variance = squares / counts - mean.square()
-        if self.training and self.running_mean is not None:
-            self._keep(mean.detach(), (variance * counts / (counts - 1)).detach())
+        if self.running_mean is not None:
+            self.num_batches_tracked.add_(1)
+            share = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
+            self.running_mean.lerp_(mean.detach(), share)
+            self.running_var.lerp_((variance * counts / (counts - 1)).detach(), share)
         shape = [1, -1, *[1] * (x.dim() - 2)]
         normed = (x - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         return normed * self.weight.view(shape) + self.bias.view(shape) if self.affine else normed
-
-    def _keep(self, mean: Tensor, variance: Tensor) -> None:
-        self.num_batches_tracked.add_(1)
-        share = self.momentum if self.momentum is not None else 1 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(variance, share)
 
 
 def synchronise(model: nn.Module, device: torch.device, group: Any) -> int:
     """How many batch norms of the model take their statistics over the ranks of the group from now on."""
     kind = nn.SyncBatchNorm if device.type == "cuda" else HostBatchNorm
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    for one in norms:
-        one.__class__, one.process_group = kind, group
+    for norm in norms:
+        norm.__class__, norm.process_group = kind, group
     return len(norms)

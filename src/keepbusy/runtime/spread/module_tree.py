@@ -7,7 +7,7 @@ and what is saved is as the model's own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,46 +24,34 @@ class TrainedNames:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
-        names = {id(one): name for name, one in reversed(_all_names(model))}
+        names = {id(weight): name for name, weight in reversed(_all_names(model))}
         self._groups: list[list[str]] = []
         for place, group in enumerate(optimizer.param_groups if optimizer else []):
-            for own in group["params"]:
-                if id(own) not in names:
+            for weight in group["params"]:
+                if id(weight) not in names:
+                    kind, shape = type(optimizer).__name__, tuple(weight.shape)
                     raise ValueError(
-                        f"group {place} of {type(optimizer).__name__} has a parameter of shape {tuple(own.shape)} that "
-                        "the model does not hold; make the optimizer of model.parameters(), and spread both together"
+                        f"group {place} of {kind} has a parameter of shape {shape} that the model does not hold; "
+                        "make the optimizer of model.parameters(), and spread both together"
                     )
-            self._groups.append([names[id(own)] for own in group["params"]])
+            self._groups.append([names[id(weight)] for weight in group["params"]])
 
     def repoint(self, model: nn.Module) -> None:
         """The same groups, with their learning rates and decays, of the parameters that the model has now; their
         states go with them, cut as they are."""
         if self._optimizer is None:
             return
-        present, orders = dict(_all_names(model)), orders_of(model)
+        present, orders, states = dict(_all_names(model)), orders_of(model), self._optimizer.state
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
-            replaced = [(old, present[name]) for old, name in zip(group["params"], names, strict=True)]
-            group["params"] = [new for _, new in replaced]
-            for old, new in replaced:
-                if old in self._optimizer.state:
-                    state = self._optimizer.state.pop(old)
-                    self._optimizer.state[new] = {
-                        key: _as_parameter(one, new, orders.get(id(new))) for key, one in state.items()
-                    }
+            before, group["params"] = group["params"], [present[name] for name in names]
+            for old, new in zip(before, group["params"], strict=True):
+                if old in states:
+                    held = states.pop(old)
+                    states[new] = {key: _as_parameter(value, new, orders.get(id(new))) for key, value in held.items()}
         if orders:
-            self._optimizer.register_state_dict_post_hook(
-                partial(_turned, orders={key: order.argsort() for key, order in orders.items()})
-            )
+            back = {key: order.argsort() for key, order in orders.items()}
+            self._optimizer.register_state_dict_post_hook(partial(_turned, orders=back))
             self._optimizer.register_load_state_dict_pre_hook(partial(_turned, orders=orders))
-        self.prove(model)
-
-    def prove(self, model: nn.Module) -> None:
-        """Each of them is what the model trains, not a copy from before."""
-        held = {id(weight) for weight in model.parameters()}
-        for group, names in zip(self._optimizer.param_groups if self._optimizer else [], self._groups, strict=True):
-            for own, name in zip(group["params"], names, strict=True):
-                if id(own) not in held:
-                    raise RuntimeError(f"the optimizer would train a parameter {name} that the model no longer has")
 
 
 def _as_parameter(value: Any, parameter: Any, order: Tensor | None) -> Any:
@@ -108,23 +96,28 @@ def _in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_others: A
             state[f"{prefix}{name}"] = reordered(state[f"{prefix}{name}"], order)
 
 
-def saved_keys(saved: dict[str, Any]) -> list[Any]:
-    """By which an optimizer's state knows its parameters, in their order: numbers, or names."""
-    return [key for group in saved["param_groups"] for key in group["params"]]
+def with_states(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], change: Callable[[Any, Tensor], Any]
+) -> dict[str, Any]:
+    """An optimizer's saved state, with each value as `change(value, parameter)` makes it."""
+    keys = [key for group in saved["param_groups"] for key in group["params"]]  # numbers, or names
+    held = [weight for group in optimizer.param_groups for weight in group["params"]]
+    parameters = dict(zip(keys, held, strict=True))
+    states = {
+        key: {name: change(value, parameters[key]) for name, value in values.items()}
+        for key, values in saved["state"].items()
+    }
+    return saved | {"state": states}
 
 
 def _turned(optimizer: torch.optim.Optimizer, saved: dict[str, Any], orders: Mapping[int, Tensor]) -> dict[str, Any]:
-    """An optimizer's state, whose rows are turned with those of its parameters."""
-    held = [weight for group in optimizer.param_groups for weight in group["params"]]
-    state = dict(saved["state"])
-    for key, parameter in zip(saved_keys(saved), held, strict=True):
-        if id(parameter) in orders and key in state:
-            order = orders[id(parameter)]
-            state[key] = {
-                name: reordered(one, order) if getattr(one, "shape", None) == parameter.shape else one
-                for name, one in state[key].items()
-            }
-    return saved | {"state": state}
+    """An optimizer's saved state, whose rows are turned with those of its parameters."""
+
+    def turn(value: Any, parameter: Tensor) -> Any:
+        alike = getattr(value, "shape", None) == parameter.shape
+        return reordered(value, orders.get(id(parameter))) if alike else value
+
+    return with_states(optimizer, saved, turn)
 
 
 def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -153,17 +146,13 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     listed = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    kinds = Counter(type(child) for child in module.children() if _has_parameters(child))
+    kinds = Counter(type(child) for child in module.children() if any(True for _ in child.parameters()))
     for name, child in module.named_children():
         path = f"{prefix}{name}"
         if listed and kinds[type(child)] > 1 and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield path, child
         else:
             yield from _repeated(child, f"{path}.")
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(iter(module.parameters()), None) is not None
 
 
 def dropouts_of(model: nn.Module) -> dict[tuple[nn.Module, str], float]:

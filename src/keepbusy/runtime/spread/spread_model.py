@@ -9,9 +9,11 @@ Also here: ZeRO's first stage, and checkpoints that any layout writes and any ot
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn, optim
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from keepbusy.runtime.spread.equality import Example, FirstStep, Theory
@@ -34,9 +36,8 @@ from keepbusy.runtime.spread.layout import (
     ranks_here,
     share,
     synchronise,
-    tell_planner,
 )
-from keepbusy.runtime.spread.module_tree import TrainedNames, blocks_of, dropouts_of, saved_keys, without_dropout
+from keepbusy.runtime.spread.module_tree import TrainedNames, blocks_of, with_states
 from keepbusy.runtime.spread.tensor_parallel import TensorPlan
 
 LARGE = 4 << 20
@@ -75,19 +76,11 @@ def spread(
     parts = 1
     if ranks_here() > 1:
         layout = lay_out(shard, tensor)
-        model, parts = _Spreading(model, optimizer, layout, plan, example).model, layout.data
+        model, parts = _spread_over(layout, model, optimizer, plan, example), layout.data
         loader = loader if loader is None else share(loader, layout)
-    tell_planner(parts, loader is not None)
+    if path := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):  # which it compares by batches: those of the loader are shared
+        Path(path).write_text(json.dumps({"data": parts, "shared": loader is not None}), encoding="utf-8")
     return (model, optimizer) if loader is None else (model, optimizer, loader)
-
-
-def _check_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"{name} has a hook on its gradient, which sharding would leave behind with the old parameter; "
-                "register it on a parameter of the model that spread returns"
-            )
 
 
 def _check_model(model: Any) -> None:
@@ -119,90 +112,86 @@ class Replicas(DistributedDataParallel):  # type: ignore[misc]  # PyTorch is not
         return self.module.load_state_dict(*arguments, **options)
 
 
-class _Spreading:
+def _spread_over(layout: RankLayout, model: nn.Module, optimizer: Any, plan: Any, example: Any) -> nn.Module:
     """The steps in their order: values on devices, the whole model's example, cuts, shards, optimizer, proof."""
+    if not layout.wraps:
+        _check_hooks(model)
+    trained = TrainedNames(model, optimizer)
+    placed = layout.wraps or layout.tensor > 1 or example is not None
+    if placed:
+        model.to(layout.device)  # by its own ways: an RNN lays its weights out anew
+        _place(model, layout.device)
+    proof = None if example is None else Example(model, example, layout.device)
+    norms = synchronise(model, layout.device, layout.data_group) if layout.data > 1 else 0
+    cut = None
+    if layout.tensor > 1 and proof is not None:
+        cut = TensorPlan(model, layout, proof.calls, plan)
+        cut.apply()
+    outer, blocks = _wrap(layout, model, proof, placed)
+    trained.repoint(model)
+    weights = list(model.parameters())
+    held = sum(own_part(weight).numel() for weight in weights) / max(1, sum(weight.numel() for weight in weights))
+    done = f"{layout}, {held:.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
+    done += f", {cut}" if cut else ""
+    if proof is not None:
+        collectives, uncut = (cut.collectives, cut.uncut) if cut else ({}, "")
+        theory = Theory(model, layout, collectives, norms, proof.unused, proof.repeats)
+        done += f"\nkeepbusy: {proof.prove(outer, model, layout, theory, uncut)}"
+    if optimizer is not None:
+        FirstStep(model, optimizer, layout)
+        if layout.wraps and layout.shard == 1:
+            ShardedStates(optimizer, layout.mesh["data"])
+    seed = torch.randint(1 << 60, (1,)).to(layout.device)
+    dist.broadcast(seed, 0)
+    torch.manual_seed(int(seed) + layout.data_rank)  # ranks of one tensor group drop the same activations
+    if dist.get_rank() == 0:
+        sys.stderr.write(f"keepbusy: {done}\n")
+    return outer
 
-    def __init__(self, model: nn.Module, optimizer: Any, layout: RankLayout, plan: Any, example: Any) -> None:
-        self.model, self._inner, self._layout = model, model, layout
-        if not layout.wraps:
-            _check_hooks(model)
-        trained = TrainedNames(model, optimizer)
-        whole = layout.wraps or layout.tensor > 1 or example is not None
-        if whole:
-            model.to(layout.device)  # by its own ways: an RNN lays its weights out anew
-            self._place(model)
-        proof = None if example is None else Example(model, example, layout.device)
-        norms = synchronise(model, layout.device, layout.data_group) if layout.data > 1 else 0
-        cut = self._cut(proof, plan)
-        blocks = self._wrap(proof, whole)
-        trained.repoint(self._inner)
-        weights = list(model.parameters())
-        share_held = sum(own_part(weight).numel() for weight in weights) / max(
-            1, sum(weight.numel() for weight in weights)
-        )
-        done = f"{layout}, {share_held:.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
-        done += f", {cut}" if cut else ""
-        if proof is not None:
-            collectives, uncut = (cut.collectives, cut.uncut) if cut else ({}, "")
-            theory = Theory(model, layout, collectives, norms, proof.unused, proof.repeats)
-            done += f"\nkeepbusy: {proof.prove(self.model, model, layout, theory, uncut)}"
-        if optimizer is not None:
-            FirstStep(model, optimizer, layout)
-            if layout.wraps and layout.shard == 1:
-                ShardedStates(optimizer, layout.mesh["data"])
-        self._seed()
-        if dist.get_rank() == 0:
-            sys.stderr.write(f"keepbusy: {done}\n")
 
-    def _place(self, module: nn.Module) -> None:
-        """On this rank's device, with the values of the first rank: layers that were made with other seeds would be
-        trained as a mixture. What is sharded already has its values."""
-        held = [weight for weight in [*module.parameters(), *module.buffers()] if not isinstance(weight, DTensor)]
-        with torch.no_grad():
-            for one in held:
-                one.data = one.data.to(self._layout.device)
-        if held:
-            dist._broadcast_coalesced(dist.group.WORLD, [tensor.detach() for tensor in held], 256 << 20, 0)
-
-    def _cut(self, proof: Example | None, plan: Any) -> TensorPlan | None:
-        """What tensor parallelism cuts."""
-        if self._layout.tensor == 1 or proof is None:
-            return None
-        random = bool(dropouts_of(self._inner))
-        with without_dropout(self._inner):
-            found = TensorPlan(self._inner, self._layout, proof.calls, {} if isinstance(plan, str) else plan)
-        if plan == "sequence":
-            found.cut_sequences()
-        found.apply(random)
-        return found
-
-    def _wrap(self, proof: Example | None, placed: bool) -> str:
-        """What is not called is not gathered, so that a block whose parameters are read by others is none. What is not
-        placed yet is a block at a time: the whole model need not fit."""
-        layout, model = self._layout, self._inner
-        called, unused = (proof.forget_calls(), proof.unused) if proof is not None else (None, [])
-        if layout.wraps:
-            places = [layout.device.index] if layout.device.type == "cuda" else None
-            self.model = Replicas(
-                model, device_ids=places, gradient_as_bucket_view=True, find_unused_parameters=bool(unused)
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{name} has a hook on its gradient, which sharding would leave behind with the old parameter; "
+                "register it on a parameter of the model that spread returns"
             )
-            return ""
-        if layout.data == 1:
-            return ""
-        blocks = {name: one for name, one in blocks_of(model).items() if called is None or one in called}
-        kinds = sorted({type(block).__name__ for block in blocks.values()})
-        for module in (*blocks.values(), model):
-            if not placed:
-                self._place(module)
-            again = layout.shard == 3 and module is not model
-            fully_shard(module, mesh=layout.sharding_mesh, reshard_after_forward=again)
-        return f", in {len(blocks)} blocks ({', '.join(kinds)})" if blocks else ", as one block"
 
-    def _seed(self) -> None:
-        """Ranks with other parts of a batch drop other activations; those of one tensor group drop the same."""
-        seed = torch.randint(1 << 60, (1,)).to(self._layout.device)
-        dist.broadcast(seed, 0)
-        torch.manual_seed(int(seed) + self._layout.data_rank)
+
+def _place(module: nn.Module, device: torch.device) -> None:
+    """On this rank's device, with the values of the first rank: layers that were made with other seeds would be
+    trained as a mixture. What is sharded already has its values."""
+    held = [weight for weight in [*module.parameters(), *module.buffers()] if not isinstance(weight, DTensor)]
+    for tensor in held:
+        tensor.data = tensor.data.to(device)
+    if held:
+        dist._broadcast_coalesced(dist.group.WORLD, [tensor.detach() for tensor in held], 256 << 20, 0)
+
+
+def _wrap(layout: RankLayout, model: nn.Module, proof: Example | None, placed: bool) -> tuple[nn.Module, str]:
+    """DDP around the model, or FSDP2 in it, and a phrase about its blocks. What is not called is not gathered, so a
+    block whose parameters are read by others is none. If the model is not placed yet it need not fit on the device:
+    that is done a block at a time."""
+    called = None
+    if proof is not None:
+        called = set(proof.calls)
+        proof.calls.clear()
+    if layout.wraps:
+        places = [layout.device.index] if layout.device.type == "cuda" else None
+        finds = proof is not None and bool(proof.unused)
+        return Replicas(model, device_ids=places, gradient_as_bucket_view=True, find_unused_parameters=finds), ""
+    if layout.data == 1:
+        return model, ""
+    blocks = [block for block in blocks_of(model).values() if called is None or block in called]
+    # replicas stand in a first dimension, and then the second has one rank
+    mesh = layout.mesh["data"] if layout.shard else layout.mesh["data", "alone"]
+    kinds = sorted({type(block).__name__ for block in blocks})
+    for module in (*blocks, model):
+        if not placed:
+            _place(module, layout.device)
+        again = layout.shard == 3 and module is not model
+        fully_shard(module, mesh=mesh, reshard_after_forward=again)
+    return model, f", in {len(blocks)} blocks ({', '.join(kinds)})" if blocks else ", as one block"
 
 
 class ShardedStates:
@@ -216,17 +205,19 @@ class ShardedStates:
     def __init__(self, optimizer: optim.Optimizer, mesh: Any) -> None:
         self._optimizer, self._mesh = optimizer, mesh
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
-        self._seen: Callable[[Tensor], Tensor] = self._rows if type(optimizer) in _ELEMENTWISE else self._sharded
-        self._parts = {id(one): torch.nn.Parameter(self._seen(one.detach())) for one in self._parameters()}
-        for whole in self._parameters():
+        self._takes_rows = type(optimizer) in _ELEMENTWISE
+        wholes = self._parameters()
+        self._parts = {id(whole): nn.Parameter(self._part(whole.detach())) for whole in wholes}
+        for whole in wholes:
             if whole in optimizer.state:
-                optimizer.state[whole] = self._taken(whole, optimizer.state[whole])
+                states = optimizer.state[whole]
+                optimizer.state[whole] = {name: self._loaded(value, whole) for name, value in states.items()}
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
-        optimizer.register_state_dict_post_hook(self._saved)
-        optimizer.register_load_state_dict_pre_hook(self._loaded)
+        optimizer.register_state_dict_post_hook(lambda own, saved: with_states(own, saved, self._saved))
+        optimizer.register_load_state_dict_pre_hook(lambda own, saved: with_states(own, saved, self._loaded))
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
+    def _parameters(self) -> list[nn.Parameter]:
         return [weight for group in self._optimizer.param_groups for weight in group["params"]]
 
     def _rows(self, whole: Tensor) -> Tensor:
@@ -236,21 +227,21 @@ class ShardedStates:
         rows = -(-whole.shape[0] // self._ranks)
         return whole[min(self._rank * rows, whole.shape[0]) :][:rows]
 
-    def _sharded(self, whole: Tensor) -> DTensor:
-        return self._as_sharded(self._rows(whole), whole)
+    def _part(self, whole: Tensor) -> Tensor:
+        rows = self._rows(whole)
+        return rows if self._takes_rows else self._sharded(rows, whole)
 
-    def _as_sharded(self, rows: Tensor, whole: Tensor) -> DTensor:
-        if not whole.dim():
-            return DTensor.from_local(rows, self._mesh, run_check=False)
+    def _sharded(self, rows: Tensor, whole: Tensor) -> DTensor:
+        placements = [Shard(0) if whole.dim() else Replicate()]
         look = {"shape": whole.shape, "stride": whole.stride()}
-        return DTensor.from_local(rows, self._mesh, [Shard(0)], run_check=False, **look)
+        return DTensor.from_local(rows, self._mesh, placements, run_check=False, **look)
 
     def _before(self, *_arguments: Any) -> None:
         self._wholes = [group["params"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            wholes, group["params"] = group["params"], [self._parts[id(weight)] for weight in group["params"]]
+        for group, wholes in zip(self._optimizer.param_groups, self._wholes, strict=True):
+            group["params"] = [self._parts[id(whole)] for whole in wholes]
             for whole, part in zip(wholes, group["params"], strict=True):
-                part.grad = None if whole.grad is None else self._seen(whole.grad)
+                part.grad = None if whole.grad is None else self._part(whole.grad)
                 self._move_state(whole, part)
 
     def _after(self, *_arguments: Any) -> None:
@@ -267,16 +258,16 @@ class ShardedStates:
 
     def _gather_all(self) -> None:
         """All ranks get all rows; those of large parameters travel while small ones are copied together."""
-        waits, small = [], dict[torch.dtype, list[Tensor]]()
-        for whole in (one.detach() for one in self._parameters() if one.dim()):
+        waits, small = [], defaultdict(list)
+        for whole in (weight.detach() for weight in self._parameters() if weight.dim()):
             if whole.nbytes >= LARGE and whole.shape[0] % self._ranks == 0 and whole.is_contiguous():
                 waits.append(gather(whole, self._rows(whole), group=self._mesh.get_group(), async_op=True))
             else:
-                small.setdefault(whole.dtype, []).append(whole)
+                small[whole.dtype].append(whole)
         for wholes in small.values():
             self._gather_together(wholes)
-        for one in waits:
-            one.wait()
+        for wait in waits:
+            wait.wait()
 
     def _gather_together(self, wholes: list[Tensor]) -> None:
         """Padded where rows do not divide."""
@@ -287,37 +278,20 @@ class ShardedStates:
         gathered = own.new_empty(self._ranks * len(own))
         gather(gathered, own, group=self._mesh.get_group())
         parts = gathered.view(self._ranks, -1).split(sizes, dim=1)
-        rows = [part.reshape(-1)[: one.numel()].view_as(one) for part, one in zip(parts, wholes, strict=True)]
+        rows = [part.reshape(-1)[: whole.numel()].view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
         torch._foreach_copy_(wholes, rows)
 
-    def _saved(self, _optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        """States as DTensors."""
+    def _saved(self, value: Any, whole: Tensor) -> Any:
+        """Rows as a DTensor."""
+        is_rows = isinstance(value, Tensor) and value.dim() > 0 and value.shape == self._rows(whole).shape
+        return self._sharded(value, whole) if is_rows and not isinstance(value, DTensor) else value
 
-        def shown(rows: Any, whole: Tensor) -> Any:
-            like = isinstance(rows, Tensor) and rows.dim() > 0 and rows.shape == self._rows(whole).shape
-            return self._as_sharded(rows, whole) if like and not isinstance(rows, DTensor) else rows
-
-        wholes = self._parameters()
-        states = {
-            key: {name: shown(tensor, wholes[key]) for name, tensor in held.items()}
-            for key, held in saved["state"].items()
-        }
-        return saved | {"state": states}
-
-    def _loaded(self, _optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        wholes = dict(zip(saved_keys(saved), self._parameters(), strict=True))
-        return saved | {"state": {key: self._taken(wholes[key], held) for key, held in saved["state"].items()}}
-
-    def _taken(self, whole: Tensor, held: dict[str, Any]) -> dict[str, Any]:
-        """Of the states of a whole parameter, or of DTensors, this rank's rows."""
-
-        def own(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.shape != whole.shape or not value.dim():
-                return value
-            rows = value.to_local() if isinstance(value, DTensor) else self._rows(value).clone()
-            return rows if self._seen == self._rows else self._as_sharded(rows, whole)
-
-        return {name: own(tensor) for name, tensor in held.items()}
+    def _loaded(self, value: Any, whole: Tensor) -> Any:
+        """This rank's rows of a whole tensor, or of a DTensor."""
+        if not isinstance(value, Tensor) or value.shape != whole.shape or not value.dim():
+            return value
+        rows = value.to_local() if isinstance(value, DTensor) else self._rows(value).clone()
+        return rows if self._takes_rows else self._sharded(rows, whole)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

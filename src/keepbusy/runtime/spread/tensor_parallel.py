@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from keepbusy.runtime.module_parts import own_weights
 from keepbusy.runtime.spread.layout import RankLayout, gather, own_part
-from keepbusy.runtime.spread.module_tree import blocks_of, keep_order, reordered, tied_parameters
+from keepbusy.runtime.spread.module_tree import (
+    blocks_of,
+    dropouts_of,
+    keep_order,
+    reordered,
+    tied_parameters,
+    without_dropout,
+)
 
 TOLERANCE = 1e-2
 """Of the norm: what a region may differ from the whole one. Sums in another order differ by 1e-6, with TF32 and
@@ -33,7 +40,6 @@ Exchange: TypeAlias = Callable[[Tensor, Any], Tensor]
 _HEADS = re.compile(r"heads?$")
 """Attributes that count the heads of an attention: num_heads, n_head, num_key_value_heads."""
 
-_Known = tuple[list[str], str, list[tuple[str, str]], list[str], tuple[int, ...]]
 Calls = Mapping[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
 """What each module was called with when the example ran."""
 
@@ -41,30 +47,98 @@ Calls = Mapping[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]
 class TensorPlan:
     """The regions of a model that are cut, each tried against the whole module on what the example brought it."""
 
-    def __init__(self, model: nn.Module, layout: RankLayout, calls: Calls, asked: Iterable[str]) -> None:
-        """`asked`: patterns of names of modules that stay whole."""
+    def __init__(self, model: nn.Module, layout: RankLayout, calls: Calls, plan: str | Mapping[str, str]) -> None:
+        """`plan`: as `spread` is given it."""
         self.regions: list[Region] = []
-        self.stretches: list[dict[str, nn.Module]] = []
-        """Blocks that hold pieces of the sequences between their regions, by name."""
+        self.stretches: list[list[nn.Module]] = []
+        """Blocks that hold pieces of the sequences between their regions."""
         self._model, self._layout, self._calls = model, layout, calls
         self._names = {module: name for name, module in model.named_modules()}
-        whole = [one for one, name in self._names.items() if any(fnmatchcase(name, pattern) for pattern in asked)]
+        patterns = () if isinstance(plan, str) else plan
+        whole = [one for one, name in self._names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
         self._kept = {*tied_parameters(model), *(id(own) for module in whole for own in module.parameters())}
-        self._call_order = {module: place for place, module in enumerate(calls)}
-        self._decided: dict[str, _Known | None] = {}
-        for module, name in reversed(self._names.items()):  # inner ones come first, and one may hold several
-            while region := self._next_region(name, module):
-                self.regions.append(region)
-        self.regions.reverse()
+        self._known: dict[str, Region | None] = {}
+        with without_dropout(model):
+            for module in reversed(self._names):  # inner ones come first, and one may hold several
+                while region := self._next_region(module):
+                    self.regions.append(region)
         if not self.regions:
             raise ValueError(
                 f"spread found no layers to cut in {layout.tensor}: in no module do Linear layers follow each other by "
                 "columns and rows, with widths and heads that it divides; leave tensor= out"
             )
+        if plan == "sequence":
+            self._cut_sequences()
 
     def __str__(self) -> str:
         stretches = f", sequences cut in {len(self.stretches)} stretches" if self.stretches else ""
         return f"{len(self.regions)} regions cut{stretches}"
+
+    def _next_region(self, module: nn.Module) -> Region | None:
+        """What can be cut in a module besides the regions there are. Modules that look alike are tried once."""
+        if module not in self._calls or not list(module.children()):
+            return None
+        claimed = {layer for region in self.regions for layer in (*region.columns, region.row)}
+        # words and switches tell apart what computes something else, though it is printed alike
+        ways = [value for part in module.modules() for value in vars(part).values() if isinstance(value, str | bool)]
+        look = f"{module} {ways} {[path for path, part in module.named_modules() if part in claimed]}"
+        if look in self._known:
+            known = self._known[look]
+            return known and known.like(module)
+        layers = [
+            layer
+            for layer in module.modules()
+            if type(layer) is nn.Linear and layer not in claimed and self._kept.isdisjoint(map(id, layer.parameters()))
+        ]
+        order = {called: place for place, called in enumerate(self._calls)}
+        layers.sort(key=lambda layer: order.get(layer, -1))  # the order in which they were made says less
+        choices = regions_of(module, layers, self._layout.tensor)
+        self._known[look] = region = next((region for region in choices if self._is_right(region)), None)
+        return region
+
+    def _is_right(self, region: Region) -> bool:
+        """The same on all ranks, or it would not be a plan."""
+        try:
+            right = all(distance <= TOLERANCE for distance in self._distances(region))
+        except Exception:  # code that knows how wide the whole is
+            right = False
+        vote = torch.tensor(float(right), device=self._layout.device)
+        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._layout.tensor_group)
+        return bool(vote)
+
+    def _distances(self, region: Region) -> list[float]:
+        """How far outputs and gradients are from those of the whole module, of their norms."""
+        module, layout, seeds = region.module, self._layout, Seeds(self._layout, random=False)
+        cuts = {path: Cut(part, region, layout, seeds) for path, part in module.named_modules()}
+        whole = dict(module.named_parameters())
+        owners = {name: cuts[name.rpartition(".")[0]] for name in whole}
+        parts = {
+            name: owners[name].part(name, weight.detach()).requires_grad_(weight.requires_grad)
+            for name, weight in whole.items()
+        }
+        outputs, expected = _run(module, whole, *self._calls[module])
+        hooks = [hook for cut in dict.fromkeys(owners.values()) for hook in cut.attach(self._caller(cut.module))]
+        region.divide(layout.tensor)
+        try:
+            found, gradients = _run(module, parts, *self._calls[module])
+        finally:
+            region.divide(1)
+            for hook in hooks:
+                hook.remove()
+        distances = [_distance(own, right) for own, right in zip(found, outputs, strict=True)]
+        floor = 1e-2 * max(float(right.norm()) for right in expected.values() if right is not None)
+        for name, whole_gradient in expected.items():
+            own, right = gradients[name], whole_gradient
+            if isinstance(name, str) and own is not None and right is not None:
+                right = owners[name].part(name, right)
+                if owners[name].role == "whole":  # if it runs within the region each rank computes a part of the sum
+                    total = own.clone()
+                    dist.all_reduce(total, group=layout.tensor_group)
+                    if _distance(own, right, floor) > TOLERANCE >= _distance(total, right, floor):
+                        region.inside.add(owners[name].module)
+                        own = total
+            distances.append(_distance(own, right, floor))
+        return distances
 
     def _caller(self, module: nn.Module) -> nn.Module:
         """The innermost module around it that was called."""
@@ -74,85 +148,41 @@ class TensorPlan:
             module = self._model.get_submodule(name)
         return module
 
-    def _next_region(self, name: str, module: nn.Module) -> Region | None:
-        """What can be cut in a module besides the regions there are. Modules that look alike are tried once."""
-        if module not in self._calls or not list(module.children()):
-            return None
-        claimed = {column for region in self.regions for column in (*region.columns, region.row)}
-        look = f"{module} {_ways(module)} {[path for path, one in module.named_modules() if one in claimed]}"
-        if look not in self._decided:
-            choices = regions_of(name, module, claimed, self._kept, self._layout.tensor, self._call_order)
-            right = next((one for one in choices if self._is_right(one)), None)
-            self._decided[look] = _described(right, module) if right else None
-        known = self._decided[look]
-        return _like(known, name, module) if known else None
-
-    def _is_right(self, region: Region) -> bool:
-        """The same on all ranks, or it would not be a plan."""
-        try:
-            right = self._differs(region) <= TOLERANCE
-        except Exception:  # code that knows how wide the whole is
-            right = False
-        vote = torch.tensor(float(right), device=self._layout.device)
-        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self._layout.tensor_group)
-        return bool(vote)
-
-    def _differs(self, region: Region) -> float:
-        """How far outputs and gradients are from those of the whole module, of their norms."""
-        arguments, options = self._calls[region.module]
-        layout = self._layout
-        whole = dict(region.module.named_parameters())
-        outputs, expected = _run(region.module, arguments, options, list(whole.values()))
-        seeds = Seeds(layout.tensor_rank, layout.device, random=False)
-        owners = {name: region.module.get_submodule(name.rpartition(".")[0]) for name in whole}
-        cuts = {one: Cut(one, region, layout.tensor_group, seeds) for one in owners.values()}
-        parts = {}
-        for name, parameter in whole.items():
-            part = _part(parameter, region, owners[name], name, layout)
-            parts[name] = cuts[owners[name]].trial[name.rpartition(".")[2]] = part.detach().requires_grad_(True)
-        handles = [handle for one, cut in cuts.items() for handle in cut.attach(self._caller(one))]
-        region.divide(layout.tensor)
-        try:
-            found, gradients = _run(region.module, arguments, options, list(parts.values()))
-        finally:
-            region.divide(1)
-            for handle in handles:
-                handle.remove()
-        worst = max(_distance(one, other) for one, other in zip(found, outputs, strict=True))
-        self._floor = 1e-2 * max(float(one.norm()) for one in expected if one is not None)
-        inputs = len(gradients) - len(parts)
-        for got, right in zip(gradients[:inputs], expected[:inputs], strict=True):
-            worst = max(worst, _distance(got, right, self._floor))
-        for name, got, right in zip(parts, gradients[inputs:], expected[inputs:], strict=True):
-            worst = max(worst, self._parameter_differs(region, owners[name], name, got, right))
-        return worst
-
-    def _parameter_differs(self, region: Region, owner: nn.Module, name: str, got: Any, right: Any) -> float:
-        if right is None or got is None:
-            return 0.0 if right is got else float("inf")
-        if cut_of(region.role(owner), name.rpartition(".")[2]) is not None:
-            return _distance(got, _part(right, region, owner, name, self._layout), self._floor)
-        alone, summed = _distance(got, right, self._floor), got.clone()
-        dist.all_reduce(summed, group=self._layout.tensor_group)
-        if owner is not region.row and alone > TOLERANCE >= _distance(summed, right, self._floor):
-            region.inside.add(owner)
-            return 0.0
-        return alone
-
-    def cut_sequences(self) -> None:
+    def _cut_sequences(self) -> None:
         """Blocks that follow each other hold pieces of the sequences between their regions."""
-        lists: dict[str, dict[str, nn.Module]] = {}
+        lists: dict[str, list[nn.Module]] = {}
         for name, block in blocks_of(self._model).items():
-            lists.setdefault(name.rpartition(".")[0], {})[name] = block
+            lists.setdefault(name.rpartition(".")[0], []).append(block)
         for blocks in lists.values():
-            modules = {module for block in blocks.values() for module in block.modules()}
+            modules = {module for block in blocks for module in block.modules()}
             regions = [region for region in self.regions if region.module in modules]
-            if regions and all(block in self._calls for block in blocks.values()):
+            if regions and all(block in self._calls for block in blocks):
                 self.stretches.append(blocks)
                 for region in regions:
-                    region.gathers = "columns" if region.name in blocks else "module"
+                    region.gathers = "columns" if region.module in blocks else "module"
         if not self.stretches:
             raise ValueError("spread found no blocks that follow each other and are cut; leave plan='sequence' out")
+
+    def apply(self) -> None:
+        """Every parameter becomes a DTensor, so that optimizers and clipping never meet two kinds."""
+        layout, seeds = self._layout, Seeds(self._layout, random=bool(dropouts_of(self._model)))
+        region_of = {part: region for region in self.regions for part in (*region.columns, region.row, *region.inside)}
+        on_pieces = {module for blocks in self.stretches for block in blocks for module in block.modules()}
+        self._cuts = [
+            Cut(module, region_of.get(module), layout, seeds, module in on_pieces)
+            for module in self._model.modules()
+            if module._parameters
+        ]
+        shared: dict[int, nn.Parameter] = {}
+        for cut in self._cuts:
+            cut.share(shared)
+            cut.attach(self._caller(cut.module))
+        for region in self.regions:
+            region.divide(layout.tensor)
+            if region.gathers == "module":
+                gather_at(region.module, region.columns[0].in_features, layout.tensor_group)
+        for blocks in self.stretches:
+            cut_stretch(self._names[blocks[0]], blocks, layout.tensor_group, seeds)
 
     @property
     def collectives(self) -> dict[str, int]:
@@ -160,9 +190,9 @@ class TensorPlan:
         pieces of sequences; those at a stretch's ends; and those of parameters that compute a part."""
         on_pieces = 2 * sum(bool(region.gathers) for region in self.regions)
         sums = sum(
-            is_summed(self._role(module), name, module in self._on_pieces)
-            for module in self._model.modules()
-            for name, parameter in module._parameters.items()
+            cut.is_summed(name)
+            for cut in self._cuts
+            for name, parameter in cut.module._parameters.items()
             if parameter is not None
         )
         found = {"all-reduce": 2 * len(self.regions) - on_pieces + sums}
@@ -176,117 +206,42 @@ class TensorPlan:
         if not self.stretches:
             return ""
         readers = [
-            f"{name}.{path}" if path else name
-            for blocks in self.stretches
-            for name, block in blocks.items()
-            for path, module in block.named_modules()
-            if module not in self._region_of and any(own.dim() > 1 for own in own_weights(module))
+            self._names[cut.module]
+            for cut in self._cuts
+            if cut.on_pieces and cut.role == "whole" and any(own.dim() > 1 for own in own_weights(cut.module))
         ]
         named = f": {', '.join(readers[:3])}" if readers else ""
         return f"; plan='sequence' gives a piece of each sequence to what is not cut{named}"
 
-    def _role(self, module: nn.Module) -> str:
-        return self._region_of[module].role(module) if module in self._region_of else "whole"
 
-    @cached_property
-    def _region_of(self) -> dict[nn.Module, Region]:
-        return {column: region for region in self.regions for column in (*region.columns, region.row, *region.inside)}
-
-    @cached_property
-    def _on_pieces(self) -> set[nn.Module]:
-        return {module for blocks in self.stretches for block in blocks.values() for module in block.modules()}
-
-    def apply(self, random: bool) -> None:
-        """Every parameter becomes a DTensor, so that optimizers and clipping never meet two kinds."""
-        layout = self._layout
-        seeds = Seeds(layout.tensor_rank, layout.device, random)
-        made: dict[int, nn.Parameter] = {}
-        for module in self._model.modules():
-            self._share_parameters(module, made)
-            if module._parameters:
-                own = Cut(module, self._region_of.get(module), layout.tensor_group, seeds, module in self._on_pieces)
-                own.attach(self._caller(module))
-        for region in self.regions:
-            region.divide(layout.tensor)
-        for blocks in self.stretches:
-            stretch = BlockStretch(next(iter(blocks)), [*blocks.values()], layout.tensor_group, seeds)
-            for region in self.regions:
-                if region.gathers == "module" and any(region.module in {*block.modules()} for block in blocks.values()):
-                    stretch.gather_at(region.module, region.columns[0].in_features)
-
-    def _share_parameters(self, module: nn.Module, made: dict[int, nn.Parameter]) -> None:
-        """`made`: what stands for each parameter of before, which may be held twice."""
-        region, role = self._region_of.get(module), self._role(module)
-        order = region.order(module, self._layout.tensor) if region else None
-        if order is not None:
-            keep_order(module, order)
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in made:
-                cut = cut_of(role, name)
-                placement = Replicate() if cut is None else Shard(cut)
-                whole = reordered(parameter.detach(), order)
-                shared = distribute_tensor(whole, self._layout.mesh["tensor"], [placement], src_data_rank=None)
-                made[id(parameter)] = nn.Parameter(shared, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made.get(id(parameter))
-
-
-def _ways(module: nn.Module) -> list[Any]:
-    """Words and switches by which modules that look alike may compute something else."""
-    return [value for one in module.modules() for value in vars(one).values() if isinstance(value, str | bool)]
-
-
-def _described(region: Region, module: nn.Module) -> _Known:
-    """By names within the module, so that its siblings need no trial."""
-    name = {one: path for path, one in module.named_modules()}
-    numbers = [(name[one], key) for one, key in region.numbers]
-    inside = [name[one] for one in region.inside]
-    return [name[column] for column in region.columns], name[region.row], numbers, inside, region.segments
-
-
-def _like(known: _Known, name: str, module: nn.Module) -> Region:
-    columns, row, numbers, inside, segments = known
-    at = module.get_submodule
-    values = {(at(path), key): getattr(at(path), key) for path, key in numbers}
-    return Region(
-        name, module, [at(column) for column in columns], at(row), values, {at(one) for one in inside}, segments
-    )
-
-
-def _part(whole: Tensor, region: Region, owner: nn.Module, name: str, layout: RankLayout) -> Tensor:
-    """What this rank holds of a parameter."""
-    cut = cut_of(region.role(owner), name.rpartition(".")[2])
-    if cut is None:
-        return whole
-    return reordered(whole, region.order(owner, layout.tensor)).chunk(layout.tensor, cut)[layout.tensor_rank]
-
-
-def _run(module: nn.Module, arguments: Any, options: Any, parameters: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+def _run(
+    module: nn.Module, parameters: dict[str, Tensor], arguments: Any, options: Any
+) -> tuple[list[Tensor], dict[int | str, Tensor | None]]:
     """Outputs, and the gradients of inputs and parameters under a weighting of the outputs that tells them apart."""
 
     def fresh(value: Any) -> Any:
         return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
     arguments, options = tree_map(fresh, (arguments, options))
-    inputs = [one for one in tree_flatten((arguments, options))[0] if isinstance(one, Tensor) and one.requires_grad]
-    output = module(*arguments, **options)
-    outputs = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor) and one.requires_grad]
+    output = functional_call(module, parameters, arguments, options, tie_weights=False)
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     weights = [
         torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output).to(output.dtype)
         for output in outputs
     ]
-    trained = [weight for weight in parameters if weight.requires_grad]
-    found = iter(torch.autograd.grad(outputs, [*inputs, *trained], weights, allow_unused=True))
-    gradients = [next(found) if input_.requires_grad else None for input_ in [*inputs, *parameters]]
-    return [output.detach() for output in outputs], gradients
+    read: list[tuple[int | str, Any]] = [*enumerate(tree_leaves((arguments, options))), *parameters.items()]
+    learned = {key: value for key, value in read if isinstance(value, Tensor) and value.requires_grad}
+    found = torch.autograd.grad(outputs, [*learned.values()], weights, allow_unused=True)
+    return [output.detach() for output in outputs], dict(zip(learned, found, strict=True))
 
 
-def _distance(one: Any, other: Any, floor: float = 1e-12) -> float:
+def _distance(own: Tensor | None, right: Tensor | None, floor: float = 1e-12) -> float:
     """Of the norm; what is nearly zero, as the gradient of a bias that a softmax cancels, is held against the rest."""
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if one.shape != other.shape:
+    if own is None or right is None:
+        return 0.0 if own is right else float("inf")
+    if own.shape != right.shape:
         return float("inf")
-    return float((one - other).norm()) / max(float(other.norm()), floor, 1e-30)
+    return float((own - right).norm()) / max(float(right.norm()), floor, 1e-30)
 
 
 @dataclass
@@ -294,15 +249,14 @@ class Region:
     """Between its columns and its row a rank holds its own share of the features. `numbers` are attributes of modules
     that say how wide it is or how many heads it has: they are divided."""
 
-    name: str
     module: nn.Module
-    columns: list[nn.Module]
-    row: nn.Module
+    columns: list[Any]
+    row: Any
     numbers: dict[tuple[nn.Module, str], int]
-    inside: set[nn.Module] = field(default_factory=set)
-    """Modules between columns and row that have parameters of their own, whose gradients are sums over the group."""
     segments: tuple[int, ...] = ()
     """Of one column that makes several things, as queries, keys and values: the rows of each, all of which are cut."""
+    inside: set[nn.Module] = field(default_factory=set)
+    """Modules between columns and row that have parameters of their own, whose gradients are sums over the group."""
     gathers: str = ""
     """Where sequences are cut: what brings them together at its entrance, the `module` or its `columns`."""
 
@@ -316,51 +270,47 @@ class Region:
         if not self.segments or module not in self.columns:
             return None
         rows = torch.arange(sum(self.segments)).split(self.segments)
-        return torch.cat([one.chunk(parts)[rank] for rank in range(parts) for one in rows])
+        return torch.cat([segment.chunk(parts)[rank] for rank in range(parts) for segment in rows])
 
     def divide(self, parts: int) -> None:
         """Heads and widths become those of one part; of one part alone, what they were."""
         for (module, name), value in self.numbers.items():
             setattr(module, name, value // parts)
 
+    def like(self, module: nn.Module) -> Region:
+        """The same in another module, which needs no trial."""
+        paths = {part: path for path, part in self.module.named_modules()}
 
-def cut_of(role: str, name: str) -> int | None:
-    """The dimension along which a parameter of a Linear is cut."""
-    if role == "column":
-        return 0
-    return 1 if role == "row" and name == "weight" else None
+        def twin(part: nn.Module) -> nn.Module:
+            return module.get_submodule(paths[part])
+
+        numbers = {(twin(owner), name): getattr(twin(owner), name) for owner, name in self.numbers}
+        columns, inside = [twin(column) for column in self.columns], {twin(part) for part in self.inside}
+        return Region(module, columns, twin(self.row), numbers, self.segments, inside)
 
 
-def is_summed(role: str, name: str, on_pieces: bool) -> bool:
-    """Whether each rank's gradient of a parameter is a part: of its features, or of its piece of the sequences."""
-    return cut_of(role, name) is None and (role == "inside" or on_pieces)
-
-
-def regions_of(
-    name: str, module: nn.Module, claimed: set[nn.Module], kept: set[int], parts: int, order: Mapping[nn.Module, int]
-) -> Iterator[Region]:
+def regions_of(module: nn.Module, layers: list[Any], parts: int) -> Iterator[Region]:
     """What may be cut in a module, by the shapes of its Linear layers, most likely first; a trial tells if it is right.
 
     All but the last make features of one input, which the last brings together again: queries, keys, values and the
     projection; gate, up and down. Or they follow each other in pairs. One layer may hold several of the features.
-    `order`: which module was called how early; in which order they were made says less.
+    `layers`: in the order of their calls.
     """
-    layers = [one for one in module.modules() if type(one) is nn.Linear and one not in claimed]
-    layers = [layer for layer in layers if not any(id(own) in kept for own in layer.parameters())]
-    layers.sort(key=lambda one: order.get(one, -1))
-    for columns, row in _choices(layers):
-        for segments in _segments(columns, row):
-            if not any(rows % parts for rows in (*segments, *(column.out_features for column in columns))):
-                for numbers in _numbers(module, columns, row, segments, parts):
-                    yield Region(name, module, columns, row, numbers, segments=segments)
-
-
-def _choices(layers: list[Any]) -> Iterator[tuple[list[Any], Any]]:
-    """Columns, and the row after them: all layers but the last, and the last; then each two that follow one another."""
-    if len(layers) > 1:
-        yield layers[:-1], layers[-1]
+    choices = [(layers[:-1], layers[-1])] if len(layers) > 1 else []
     if len(layers) > 2:
-        yield from (([first], second) for first, second in itertools.pairwise(layers))
+        choices += [([first], second) for first, second in itertools.pairwise(layers)]
+    for columns, row in choices:
+        owners = [part for part in module.modules() if part not in columns and part is not row]
+        numbers = {(part, name): value for part in owners for name, value in vars(part).items() if type(value) is int}
+        heads = {place: value for place, value in numbers.items() if _HEADS.search(place[1])}
+        if any(value % parts for value in heads.values()):
+            continue
+        for segments in _segments(columns, row):
+            rows = {*segments, *(column.out_features for column in columns)}
+            if not any(count % parts for count in rows):
+                wide = {place: value for place, value in numbers.items() if value in rows | {row.in_features}}
+                for divided, _ in itertools.groupby([heads, heads | wide, {}]):
+                    yield Region(module, columns, row, divided, segments)
 
 
 def _segments(columns: list[Any], row: Any) -> Iterator[tuple[int, ...]]:
@@ -378,24 +328,6 @@ def _segments(columns: list[Any], row: Any) -> Iterator[tuple[int, ...]]:
         yield ()
 
 
-def _numbers(
-    module: nn.Module, columns: list[Any], row: Any, segments: tuple[int, ...], parts: int
-) -> list[dict[tuple[nn.Module, str], int]]:
-    whole = {
-        (one, key): value
-        for one in module.modules()
-        if one not in columns and one is not row
-        for key, value in vars(one).items()
-        if type(value) is int
-    }
-    heads = {place: value for place, value in whole.items() if _HEADS.search(place[1])}
-    if any(value % parts for value in heads.values()):
-        return []
-    widths = {row.in_features, *segments, *(column.out_features for column in columns)}
-    wide = heads | {place: value for place, value in whole.items() if value in widths}
-    return [one for one, _ in itertools.groupby([heads, wide, {}])]
-
-
 class Cut:
     """A module of a tensor-parallel model: while it runs, its parameters are this rank's own plain tensors.
 
@@ -404,13 +336,44 @@ class Cut:
     """
 
     def __init__(
-        self, module: nn.Module, region: Region | None, group: Any, seeds: Seeds, on_pieces: bool = False
+        self, module: nn.Module, region: Region | None, layout: RankLayout, seeds: Seeds, on_pieces: bool = False
     ) -> None:
-        self._module, self._region, self._group, self._seeds = module, region, group, seeds
-        self._role = region.role(module) if region else "whole"
-        self._on_pieces = on_pieces
+        self.module, self.on_pieces = module, on_pieces
+        self.role = region.role(module) if region else "whole"
+        self._gathers = region.gathers if region else ""
+        self._order = region.order(module, layout.tensor) if region else None
+        self._layout, self._group, self._seeds = layout, layout.tensor_group, seeds
         self._bias: Tensor | None = None
-        self.trial: dict[str, Tensor] = {}
+
+    def _dimension(self, name: str) -> int | None:
+        """Along which a parameter of a Linear is cut."""
+        if self.role == "column":
+            return 0
+        return 1 if self.role == "row" and name.endswith("weight") else None
+
+    def is_summed(self, name: str) -> bool:
+        """Whether each rank's gradient of a parameter is a part: of its features, or of its piece of the sequences."""
+        return self._dimension(name) is None and (self.role == "inside" or self.on_pieces)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of a parameter."""
+        cut = self._dimension(name)
+        if cut is None:
+            return whole
+        return reordered(whole, self._order).chunk(self._layout.tensor, cut)[self._layout.tensor_rank]
+
+    def share(self, shared: dict[int, nn.Parameter]) -> None:
+        """Its parameters become DTensors. `shared`: what stands for each from before, which may be held twice."""
+        if self._order is not None:
+            keep_order(self.module, self._order)
+        for name, parameter in self.module._parameters.items():
+            if parameter is not None and id(parameter) not in shared:
+                cut = self._dimension(name)
+                placement = Replicate() if cut is None else Shard(cut)
+                whole, mesh = reordered(parameter.detach(), self._order), self._layout.mesh["tensor"]
+                own = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+                shared[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+            self.module._parameters[name] = shared.get(id(parameter))
 
     def attach(self, caller: nn.Module) -> list[RemovableHandle]:
         """The caller is the module itself, or what reads its parameters without calling it."""
@@ -418,31 +381,29 @@ class Cut:
         return [caller.register_forward_pre_hook(self._before), after]
 
     def _before(self, _caller: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        module = self._module
+        module = self.module
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                own = self.trial.get(name, parameter) if self.trial else own_part(parameter)
-                summed = is_summed(self._role, name, self._on_pieces)
-                module.__dict__[name] = _Exchange.apply(own, self._group, *COPIED) if summed else own
-        if self._role == "row":
+                own = own_part(parameter)
+                module.__dict__[name] = _Exchange.apply(own, self._group, *COPIED) if self.is_summed(name) else own
+        if self.role == "row":
             self._bias, module.__dict__["bias"] = module.bias, None
             self._seeds.leave()
-        gathers = self._region.gathers if self._region else ""
-        if self._role == "column" and gathers != "module":
-            return (self._seeds.copied(arguments[0], self._group, GATHERED if gathers else COPIED), *arguments[1:])
+        if self.role == "column" and self._gathers != "module":
+            how = GATHERED if self._gathers else COPIED
+            return (self._seeds.copied(arguments[0], self._group, how), *arguments[1:])
         return None
 
     def _after(self, _caller: nn.Module, _arguments: Any, output: Any) -> Any:
-        for name in self._module._parameters:
-            self._module.__dict__.pop(name, None)
+        for name in self.module._parameters:
+            self.module.__dict__.pop(name, None)
         if output is None:  # it failed
             return None
-        if self._role == "row":
-            pieces = self._region is not None and self._region.gathers
-            output = _Exchange.apply(output, self._group, *(SCATTERED if pieces else SUMMED))
+        if self.role == "row":
+            output = _Exchange.apply(output, self._group, *(SCATTERED if self._gathers else SUMMED))
             bias, self._bias = self._bias, None
             return output if bias is None else output + bias.to(output.dtype)
-        if self._role == "column":
+        if self.role == "column":
             self._seeds.enter()
         return None
 
@@ -454,9 +415,9 @@ class Seeds:
     others. The key of the generator is changed there and its offset kept, so that checkpointed activations repeat.
     """
 
-    def __init__(self, rank: int, device: torch.device, random: bool) -> None:
-        self._rank, self._device, self._random = rank, device, random
-        self._inside: Any = None
+    def __init__(self, layout: RankLayout, random: bool) -> None:
+        self._rank, self._device, self._random = layout.tensor_rank, layout.device, random
+        self._outside: Any = None  # the generator's key or state there, while inside
         self._key_inside = -1
         self._stays = False
         self._copy: tuple[Tensor, Tensor] | None = None
@@ -470,33 +431,34 @@ class Seeds:
     def enter(self, stays: bool = False) -> None:
         """`stays`: throughout a stretch, whose regions begin and end within."""
         self._stays = stays or self._stays
-        if not self._random or self._inside is not None:
+        if not self._random or self._outside is not None:
             return
         if self._device.type == "cuda":
-            generator = torch.cuda.default_generators[self._device.index]
-            outside, offset = generator.initial_seed(), generator.get_offset()
-            if outside == self._key_inside:  # what is computed again began inside
+            key = torch.cuda.default_generators[self._device.index].initial_seed()
+            if key == self._key_inside:  # what is computed again began inside
                 return
-            self._inside, self._key_inside = outside, outside ^ (self._rank + 1) << 20
-            generator.manual_seed(self._key_inside)
-            generator.set_offset(offset)
+            self._outside, self._key_inside = key, key ^ (self._rank + 1) << 20
+            self._turn_key(self._key_inside)
         else:
             seed = int(torch.randint(1 << 30, ()))
-            self._inside = torch.get_rng_state()
+            self._outside = torch.get_rng_state()
             torch.manual_seed(seed + self._rank)
 
     def leave(self, stays: bool | None = None) -> None:
         self._copy, self._stays = None, self._stays if stays is None else stays
-        if self._inside is None or self._stays:
+        if self._outside is None or self._stays:
             return
         if self._device.type == "cuda":
-            generator = torch.cuda.default_generators[self._device.index]
-            offset = generator.get_offset()
-            generator.manual_seed(self._inside)
-            generator.set_offset(offset)
+            self._turn_key(self._outside)
         else:
-            torch.set_rng_state(self._inside)
-        self._inside = None
+            torch.set_rng_state(self._outside)
+        self._outside = None
+
+    def _turn_key(self, key: int) -> None:
+        generator = torch.cuda.default_generators[self._device.index]
+        offset = generator.get_offset()
+        generator.manual_seed(key)
+        generator.set_offset(offset)
 
 
 def _as_read(whole: Tensor) -> Tensor:
@@ -506,43 +468,42 @@ def _as_read(whole: Tensor) -> Tensor:
     return whole.to(torch.get_autocast_dtype(kind)) if low else whole
 
 
-class BlockStretch:
+def cut_stretch(name: str, blocks: list[nn.Module], group: Any, seeds: Seeds) -> None:
     """Blocks that follow each other, between which each rank of a group holds its piece of every sequence: what is not
     cut by features computes a piece then, and holds one. Regions gather what they read, and scatter what they sum."""
 
-    def __init__(self, name: str, blocks: list[nn.Module], group: Any, seeds: Seeds) -> None:
-        self._name, self._group, self._ranks = name, group, dist.get_world_size(group)
-        blocks[0].register_forward_pre_hook(self._cut)
-        blocks[-1].register_forward_hook(self._join)
-        for one in blocks:  # each by itself, as one that is computed again begins where it began, and may be cut short
-            one.register_forward_pre_hook(lambda *_: seeds.enter(stays=True))
-            one.register_forward_hook(lambda *_: seeds.leave(stays=False), always_call=True)
-
-    def _cut(self, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        whole = arguments[0]
-        if whole.dim() != 3 or whole.shape[1] % self._ranks:
+    def cut(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole, ranks = arguments[0], dist.get_world_size(group)
+        if whole.dim() != 3 or whole.shape[1] % ranks:
             raise ValueError(
-                f"{self._name} got an input of shape {tuple(whole.shape)}, whose second dimension, its sequence, "
-                f"cannot be cut in {self._ranks}; pad the batches to a multiple of it, or leave plan='sequence' out"
+                f"{name} got an input of shape {tuple(whole.shape)}, whose second dimension, its sequence, "
+                f"cannot be cut in {ranks}; pad the batches to a multiple of it, or leave plan='sequence' out"
             )
-        return (_Exchange.apply(whole, self._group, *CUT), *arguments[1:])
+        return (_Exchange.apply(whole, group, *CUT), *arguments[1:])
 
-    def _join(self, _module: nn.Module, _arguments: Any, output: Any) -> Any:
+    def join(_module: nn.Module, _arguments: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (_Exchange.apply(output[0], self._group, *JOINED), *output[1:])
-        return _Exchange.apply(output, self._group, *JOINED)
+            return (_Exchange.apply(output[0], group, *JOINED), *output[1:])
+        return _Exchange.apply(output, group, *JOINED)
 
-    def gather_at(self, module: nn.Module, width: int) -> None:
-        """What a module reads whose region is cut: the first of its arguments that is a piece."""
+    blocks[0].register_forward_pre_hook(cut)
+    blocks[-1].register_forward_hook(join)
+    for block in blocks:  # each by itself, as one that is computed again begins where it began, and may be cut short
+        block.register_forward_pre_hook(lambda *_: seeds.enter(stays=True))
+        block.register_forward_hook(lambda *_: seeds.leave(stays=False), always_call=True)
 
-        def gathered(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            given = [*arguments, *options.values()]
-            is_piece = [isinstance(value, Tensor) and value.dim() == 3 and value.shape[2] == width for value in given]
-            place = is_piece.index(True)
-            given[place] = _Exchange.apply(_as_read(given[place]), self._group, *GATHERED)
-            return tuple(given[: len(arguments)]), dict(zip(options, given[len(arguments) :], strict=True))
 
-        module.register_forward_pre_hook(gathered, with_kwargs=True)
+def gather_at(module: nn.Module, width: int, group: Any) -> None:
+    """What a module reads whose region is cut: the first of its arguments that is a piece."""
+
+    def gathered(_module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        given = [*arguments, *options.values()]
+        is_piece = [isinstance(value, Tensor) and value.dim() == 3 and value.shape[2] == width for value in given]
+        place = is_piece.index(True)
+        given[place] = _Exchange.apply(_as_read(given[place]), group, *GATHERED)
+        return tuple(given[: len(arguments)]), dict(zip(options, given[len(arguments) :], strict=True))
+
+    module.register_forward_pre_hook(gathered, with_kwargs=True)
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
