@@ -150,7 +150,12 @@ class Readings:
     def add(self, **values: Any) -> None:
         """A step's values by name: tensors with one element, on any device, or numbers. Steps may differ in names."""
         for name, value in values.items():
-            _check(name, value)
+            is_tensor = isinstance(value, Tensor)
+            if not (value.numel() == 1 if is_tensor else isinstance(value, Reading | int | float)):
+                found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+                raise ValueError(
+                    f"add({name}=...) was given {found}, and a mean is kept of single numbers; give {name}'s own mean."
+                )
         self._uncounted.append(readback(values))
         while len(self._uncounted) > 1 and all(getattr(one, "ready", True) for one in self._uncounted[0].values()):
             self._count(self._uncounted.popleft())
@@ -181,20 +186,6 @@ class Readings:
             self._counts[name] = self._counts.get(name, 0) + 1
             if not math.isfinite(value):
                 self._nonfinite[name] = None
-
-
-def _check(name: str, value: Any) -> None:
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return
-        found = f"a tensor of shape {tuple(value.shape)}"
-    elif isinstance(value, Reading | int | float):
-        return
-    else:
-        found = f"a {type(value).__name__}"
-    raise ValueError(
-        f"add({name}=...) was given {found}, and a mean is kept of single numbers; give {name}'s own mean."
-    )
 
 
 _UNDER_WAY: dict[torch.device, deque[Arriving]] = {}
@@ -324,15 +315,12 @@ class Arriving(Protocol):
     @property
     def ready(self) -> bool:
         """Whether they are there."""
-        ...
 
     def land(self) -> None:
         """Wait for them, if it must, and leave the memory that they travelled in to others."""
-        ...
 
     def open(self, place: int) -> Tensor:
         """One of the values, on the host."""
-        ...
 
 
 class HostReadback:
@@ -374,9 +362,12 @@ class TensorReadback:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(self._device))
         self._slots: list[PinnedSlot] = []
+        self._on_host: list[Tensor] = []
         self._tensors: list[Tensor] = []
 
     def _copies_of(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """On the device. What it has no room for goes home at once, and whatever the current stream does next waits."""
+        current = torch.cuda.current_stream(self._device)
         room = _room(self._device, sum(tensor.nbytes for tensor in tensors))
         for tensor in tensors:
             room -= tensor.nbytes
@@ -384,32 +375,27 @@ class TensorReadback:
             if room >= 0:
                 with suppress(torch.cuda.OutOfMemoryError):
                     copied = tensor.clone()
-            yield self._straight_home(tensor) if copied is None else copied
-
-    def _straight_home(self, tensor: Tensor) -> Tensor:
-        """Straight home. The current stream waits: whatever it does next finds the tensor read."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            host = tensor.to("cpu", non_blocking=True)
-        current.wait_stream(self._stream)
-        return host
+            if copied is None:
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream):
+                    copied = tensor.to("cpu", non_blocking=True)
+                current.wait_stream(self._stream)
+            yield copied
 
     def send(self) -> TensorReadback:
         """Bring them home, on a stream of their own."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._event)
-            self._on_host = [self._send_piece(piece) for piece in self._pieces]
+            for piece in self._pieces:
+                if piece.nbytes > _SLOT_BYTES:
+                    # told not to wait, PyTorch takes pinned memory, which its caching allocator keeps
+                    self._on_host.append(piece.to("cpu", non_blocking=True))
+                else:
+                    self._slots.append(_take(self._device))
+                    host = self._slots[-1].bytes[: piece.nbytes].view(piece.dtype).view(piece.shape)
+                    self._on_host.append(host.copy_(piece, non_blocking=True))
             self._event = self._stream.record_event()
         return self
-
-    def _send_piece(self, piece: Tensor) -> Tensor:
-        if piece.nbytes > _SLOT_BYTES:
-            # asked not to wait, PyTorch takes pinned memory, which its caching allocator keeps for the next time
-            return piece.to("cpu", non_blocking=True)
-        self._slots.append(_take(self._device))
-        host = self._slots[-1].bytes[: piece.nbytes].view(piece.dtype).view(piece.shape)
-        return host.copy_(piece, non_blocking=True)
 
     @property
     def ready(self) -> bool:
@@ -522,16 +508,10 @@ def _fresh(device: torch.device) -> Iterator[PinnedSlot]:
         # whoever reads first during an evaluation will read during the next training
         with torch.inference_mode(False), torch.cuda.device(device):
             page = torch.zeros(_SLOTS_PER_PAGE * SLOT_DOUBLES, dtype=torch.float64, device="cpu", pin_memory=True)
-            on_device = _as_the_device_sees_it(page, device)
+            on_device = None
+            with suppress(RuntimeError, TypeError, ValueError):  # this build of PyTorch or the driver may not offer it
+                shown = torch.as_tensor(_DeviceArray(page), device=device)
+                on_device = shown if shown.data_ptr() == page.data_ptr() else None
         for start in range(0, len(page), SLOT_DOUBLES):
             piece = slice(start, start + SLOT_DOUBLES)
             yield PinnedSlot(page[piece], None if on_device is None else on_device[piece])
-
-
-def _as_the_device_sees_it(page: Tensor, device: torch.device) -> Tensor | None:
-    """None where this build of PyTorch or the driver does not offer it."""
-    try:
-        on_device = torch.as_tensor(_DeviceArray(page), device=device)
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    return on_device if on_device.data_ptr() == page.data_ptr() else None
