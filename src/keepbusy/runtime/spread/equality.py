@@ -1,7 +1,4 @@
-"""That a spread model trains as one process would: an example before the loop, and the loop's first step.
-
-And that what travels between ranks is what the layout says must.
-"""
+"""That a spread model trains as one process would: an example before the loop, and the loop's first step."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import logging
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from math import prod
 from typing import Any
 
 import torch
@@ -50,7 +46,6 @@ class Example:
         self._batch = tree_map(of_first_rank, batch)
         self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         """What each module was called with, which holds activations."""
-        self.repeats = False  # a module ran twice, as one that is computed again in the backward pass
         with ExitStack() as hooks:
             for module in model.modules():
                 hooks.callback(module.register_forward_pre_hook(self._note, with_kwargs=True).remove)
@@ -68,10 +63,9 @@ class Example:
     def _note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         # a cache grows by each run
         kept = {name: option for name, option in options.items() if "Cache" not in type(option).__name__}
-        self.repeats |= module in self.calls
         self.calls.setdefault(module, (arguments, kept))
 
-    def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, theory: Theory, uncut: str) -> str:
+    def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, uncut: str) -> str:
         """What was compared, as a sentence; raises `NotEqual`. `uncut`: what may be to blame if sequences are cut."""
         sizes = {leaf.shape[0] for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor) and leaf.dim()}
         divides = all(size % layout.data == 0 for size in sizes)
@@ -93,8 +87,6 @@ class Example:
                 f"{allowed:g}); between it and the loss something depends on the rows of a batch or is drawn at random"
                 f"{uncut}"
             )
-        if counted.number and (difference := theory.differs(counted)):
-            raise NotEqual(f"{layout}: {difference}; a module is not run at all, or sends something of its own")
         moved = f"; it moves {counted}" if counted.number else ""
         if not any(self._norms.values()):
             return f"nothing could be compared with one process: the example's gradients are all zero{moved}"
@@ -252,86 +244,3 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is not typed 
 
 def _bytes(value: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
-class Theory:
-    """What a forward and a backward pass must move, by the layout: at least these bytes, and this often.
-
-    DDP reduces each gradient once. FSDP2 gathers each group of parameters once, and at stage 3 once more in the
-    backward pass, but for the outermost, which stays; it scatters each group's gradients once. Tensor
-    parallelism has collectives of its own, and each batch norm one more in either pass. Where modules run twice, as
-    those that are computed again in the backward pass, there may be more.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: RankLayout,
-        of_layers: dict[str, int],
-        norms: int,
-        unused: list[str],
-        repeats: bool,
-    ) -> None:
-        self.number: dict[str, int] = {}
-        self.size: Counter[str] = Counter()
-        self._layout = layout
-        self._idle = {id(weight) for name, weight in model.named_parameters() if name in unused}
-        if layout.wraps:
-            self.size["all-reduce"] = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        elif layout.data > 1:
-            self._sharded(model)
-        for kind, number in of_layers.items():
-            if layout.data == 1 or kind in self.number:  # what FSDP2 reduces among replicas is not counted
-                self.number[kind] = self.number.get(kind, 0) + number
-        self._norms, self._repeats = norms, repeats
-
-    def _sharded(self, model: nn.Module) -> None:
-        groups = list(_groups(model))
-        trained = [
-            [tensor for tensor in held if tensor.requires_grad and id(tensor) not in self._idle] for _, held in groups
-        ]
-        if not self._layout.shard:
-            self.size["all-reduce"] = sum(self._padded(held) for held in trained)
-            return
-        again = self._layout.shard == 3
-        self.number["all-gather"] = sum(1 + (again and module is not model) for module, _ in groups)
-        self.number["reduce-scatter"] = sum(map(bool, trained))
-        for (module, held), learning in zip(groups, trained, strict=True):
-            self.size["all-gather"] += self._padded(held) * (1 + (again and module is not model))
-            self.size["reduce-scatter"] += self._padded(learning)
-
-    def _padded(self, parameters: Iterable[Any]) -> int:
-        """With the rows that make the parts of all ranks as large as the largest."""
-        total = 0
-        for one in parameters:
-            local = one.to_local()
-            whole = list(one.shape)
-            if self._layout.tensor > 1 and (cut := one.placements[-1]).is_shard():
-                whole[cut.dim] //= self._layout.tensor
-            parts = self._layout.data if self._layout.shard else 1
-            rows = -(-whole[0] // parts) * parts
-            total += local.element_size() * rows * prod(whole[1:])
-        return total
-
-    def differs(self, counted: Traffic) -> str | None:
-        """A sentence, if other things moved than must."""
-        for kind, number in self.number.items():
-            own = self._norms if kind in ("all-gather", "all-reduce") else 0
-            more = counted.number[kind] > number + 2 * own and not self._repeats
-            if counted.number[kind] < number or more:
-                return f"{counted.number[kind]} {kind}s were counted, and this layout has {number}"
-        for kind, size in self.size.items():
-            if counted.size[kind] < size:
-                return f"{kind}s moved {counted.size[kind]:,} bytes, and this layout has {size:,}"
-        return None
-
-
-def _groups(model: nn.Module) -> Iterable[tuple[nn.Module, list[Any]]]:
-    """What FSDP2 gathers as one: a wrapped module, and the parameters in it that no inner one holds."""
-    taken: set[int] = set()
-    for module in reversed(list(model.modules())):
-        if hasattr(module, "set_requires_gradient_sync"):
-            held = [weight for weight in module.parameters() if id(weight) not in taken]
-            taken |= {id(tensor) for tensor in held}
-            if held:
-                yield module, held

@@ -191,10 +191,9 @@ class HostBatchNorm(nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]  # P
         return normed * self.weight.view(shape) + self.bias.view(shape) if self.affine else normed
 
 
-def synchronise(model: nn.Module, device: torch.device, group: Any) -> int:
-    """How many batch norms of the model take their statistics over the ranks of the group from now on."""
+def synchronise(model: nn.Module, device: torch.device, group: Any) -> None:
+    """The model's batch norms take their statistics over the ranks of the group from now on."""
     kind = nn.SyncBatchNorm if device.type == "cuda" else HostBatchNorm
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    for norm in norms:
-        norm.__class__, norm.process_group = kind, group
-    return len(norms)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.__class__, module.process_group = kind, group

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from keepbusy.runtime.spread.equality import Example, FirstStep, Theory
+from keepbusy.runtime.spread.equality import Example, FirstStep
 from keepbusy.runtime.spread.layout import (
     RankLayout,
     check_arguments,
@@ -122,7 +122,8 @@ def _spread_over(layout: RankLayout, model: nn.Module, optimizer: Any, plan: Any
         model.to(layout.device)  # by its own ways: an RNN lays its weights out anew
         _place(model, layout.device)
     proof = None if example is None else Example(model, example, layout.device)
-    norms = synchronise(model, layout.device, layout.data_group) if layout.data > 1 else 0
+    if layout.data > 1:
+        synchronise(model, layout.device, layout.data_group)
     cut = None
     if layout.tensor > 1 and proof is not None:
         cut = TensorPlan(model, layout, proof.calls, plan)
@@ -134,9 +135,7 @@ def _spread_over(layout: RankLayout, model: nn.Module, optimizer: Any, plan: Any
     done = f"{layout}, {held:.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
     done += f", {cut}" if cut else ""
     if proof is not None:
-        collectives, uncut = (cut.collectives, cut.uncut) if cut else ({}, "")
-        theory = Theory(model, layout, collectives, norms, proof.unused, proof.repeats)
-        done += f"\nkeepbusy: {proof.prove(outer, model, layout, theory, uncut)}"
+        done += f"\nkeepbusy: {proof.prove(outer, model, layout, cut.uncut if cut else '')}"
     if optimizer is not None:
         FirstStep(model, optimizer, layout)
         if layout.wraps and layout.shard == 1:

@@ -185,22 +185,6 @@ class TensorPlan:
             cut_stretch(self._names[blocks[0]], blocks, layout.tensor_group, seeds)
 
     @property
-    def collectives(self) -> dict[str, int]:
-        """Of a step: each region's output and the gradient of its input, each a gather and a scatter where there are
-        pieces of sequences; those at a stretch's ends; and those of parameters that compute a part."""
-        on_pieces = 2 * sum(bool(region.gathers) for region in self.regions)
-        sums = sum(
-            cut.is_summed(name)
-            for cut in self._cuts
-            for name, parameter in cut.module._parameters.items()
-            if parameter is not None
-        )
-        found = {"all-reduce": 2 * len(self.regions) - on_pieces + sums}
-        if on_pieces:
-            found |= {"all-gather": on_pieces + 2 * len(self.stretches), "reduce-scatter": on_pieces}
-        return found
-
-    @property
     def uncut(self) -> str:
         """Where sequences are cut: who reads but its rank's piece, and might have to read all of it."""
         if not self.stretches:
@@ -351,7 +335,7 @@ class Cut:
             return 0
         return 1 if self.role == "row" and name.endswith("weight") else None
 
-    def is_summed(self, name: str) -> bool:
+    def _is_summed(self, name: str) -> bool:
         """Whether each rank's gradient of a parameter is a part: of its features, or of its piece of the sequences."""
         return self._dimension(name) is None and (self.role == "inside" or self.on_pieces)
 
@@ -385,7 +369,7 @@ class Cut:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 own = own_part(parameter)
-                module.__dict__[name] = _Exchange.apply(own, self._group, *COPIED) if self.is_summed(name) else own
+                module.__dict__[name] = _Exchange.apply(own, self._group, *COPIED) if self._is_summed(name) else own
         if self.role == "row":
             self._bias, module.__dict__["bias"] = module.bias, None
             self._seeds.leave()
