@@ -33,9 +33,7 @@ def agree(flag: Any) -> bool:
     over `keepbusy.runtime.together(loader)`.
     """
     ranks = _ranks("agree()")
-    if ranks is None:
-        return _SINGLE_PROCESS.replace(flag)
-    return ranks.agreed(flag)
+    return _SINGLE_PROCESS.replace(flag) if ranks is None else ranks.agreed(flag)
 
 
 def together(batches: Iterable[T]) -> Iterator[T]:
@@ -62,9 +60,16 @@ def gather_later(value: Any) -> Reading:
     tensor = whole(value).detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     if ranks is None:
         return Reading(send([tensor[None]]))
-    if tensor.device.type == "cuda" and dist.get_backend() != "gloo":
-        return _gather_on_device(tensor)
-    return Reading(_HostGather(tensor.cpu(), ranks))
+    if tensor.device.type != "cuda" or dist.get_backend() == "gloo":
+        return Reading(_HostGather(tensor.cpu(), ranks))
+    refuse_capture("gather_later()", "call it after the replay")
+    side, own = readback_stream(tensor.device), tensor.clone(memory_format=torch.contiguous_format)
+    side.wait_stream(torch.cuda.current_stream(tensor.device))
+    own.record_stream(side)  # it is freed before the collective has read it
+    with torch.cuda.stream(side):  # the compute goes on
+        every = own.new_empty((dist.get_world_size(), *own.shape))
+        dist.all_gather(list(every.unbind()), own, async_op=True).wait()
+        return Reading(send([every]))
 
 
 class _OwnFlag:
@@ -74,8 +79,10 @@ class _OwnFlag:
         self.pending: Reading | None = None
 
     def replace(self, flag: Any) -> bool:
-        before, self.pending = self.pending, _reading_of(flag)
-        yes = bool(before) if before is not None else False
+        before, self.pending = self.pending, flag if isinstance(flag, Reading) else None
+        if isinstance(flag, Tensor) and flag.device.type != "cpu":
+            self.pending = Reading(send([(flag != 0).any()]))
+        yes = before is not None and bool(before)
         return yes or (self.pending is None and bool(flag))
 
 
@@ -131,18 +138,6 @@ class _HostGather:
         return (self._all,)[place]
 
 
-def _gather_on_device(value: Tensor) -> Reading:
-    """On a stream of its own from the collective on: the compute goes on."""
-    refuse_capture("gather_later()", "call it after the replay")
-    side, own = readback_stream(value.device), value.clone(memory_format=torch.contiguous_format)
-    side.wait_stream(torch.cuda.current_stream(value.device))
-    own.record_stream(side)  # it is freed before the collective has read it
-    with torch.cuda.stream(side):
-        every = own.new_empty((dist.get_world_size(), *own.shape))
-        dist.all_gather(list(every.unbind()), own, async_op=True).wait()
-        return Reading(send([every]))
-
-
 def _together(source: Iterator[T], group: Any) -> Iterator[T]:
     batch, failure = _next(source)
     answer = _Answer(batch is _END, group)
@@ -166,12 +161,6 @@ def _next(source: Iterator[T]) -> tuple[T, BaseException | None]:
         return next(source, _END), None
     except Exception as failure:
         return _END, failure
-
-
-def _reading_of(flag: Any) -> Reading | None:
-    if isinstance(flag, Tensor) and flag.device.type != "cpu":
-        return Reading(send([(flag != 0).any()]))
-    return flag if isinstance(flag, Reading) else None
 
 
 _OF_WORLD: list[_Ranks] = []
