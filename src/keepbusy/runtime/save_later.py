@@ -72,7 +72,8 @@ class Snapshot:
         """Note what the tensor holds; what is returned makes one like it, once all are home."""
         if is_traceable_wrapper_subclass(tensor):
             return self._take_wrapper(tensor)
-        if not _is_plain(tensor):
+        is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type in ("cpu", "cuda")
+        if not is_plain or tensor.is_conj() or tensor.is_neg():  # its storage does not hold its values as they are
             host = tensor.detach() if tensor.is_meta else tensor.detach().cpu()
             return lambda: host
         key, storages, rewrap = self._storages.add(tensor), self._storages, _rewrap_as(tensor)
@@ -154,12 +155,6 @@ class _StructureReader(pickle.Unpickler):
         return self._tensors[number]
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Its values lie in its storage as they are."""
-    strided = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type in ("cpu", "cuda")
-    return strided and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _rewrap_as(tensor: Tensor) -> Callable[[Tensor], Tensor]:
     """What makes a parameter, or another kind of tensor, of a bare one again."""
     kind, learns = type(tensor), tensor.requires_grad
@@ -194,10 +189,12 @@ class Saving:
 
     def _write(self, snapshot: Snapshot) -> None:
         try:
-            if self._group is None:
-                _write_file(snapshot.home(), self.path)
+            state = snapshot.home()
+            if self._group is not None:
+                _write_shards(state, self.path, self._group)
             else:
-                _write_shards(snapshot.home(), self.path, self._group)
+                with replacing(self.path) as file:
+                    torch.save(state, file)
         except BaseException as failure:
             self._failure = failure
 
@@ -217,11 +214,6 @@ _LATEST: list[Saving] = []
 def _report_failures() -> None:
     for saving in _LATEST:
         saving.report()
-
-
-def _write_file(state: Any, path: Path) -> None:
-    with replacing(path) as file:
-        torch.save(state, file)
 
 
 def _write_shards(state: Any, path: Path, group: Any) -> None:
