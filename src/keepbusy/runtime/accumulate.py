@@ -145,8 +145,13 @@ class Deferral:
 
     def _before_step(self, optimizer: Optimizer, *_arguments: Any) -> None:
         stepped = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if not any(id(weight) in self._trained for weight in stepped):
-            self._check_optimizer_of_others(optimizer, stepped)
+        if not any(id(weight) in self._trained for weight in stepped):  # another model's, with gradients of its own
+            waiting = any(weight.grad is not None for weight in self._model.parameters())
+            if waiting and self._last and all(weight.grad is None for weight in stepped):
+                raise NotDeferred(
+                    f"{type(optimizer).__name__} steps {len(stepped)} parameters, none of which has a gradient or "
+                    "belongs to the model; it was made before the model was wrapped: make it afterwards"
+                )
         elif not self._last:
             raise NotDeferred(
                 "optimizer.step() came at a micro-batch that is not the last of its group, with gradients that have "
@@ -154,15 +159,6 @@ class Deferral:
             )
         elif not self._proven:
             self._prove()
-
-    def _check_optimizer_of_others(self, optimizer: Optimizer, stepped: list[torch.Tensor]) -> None:
-        """An optimizer of another model has gradients of its own."""
-        waiting = any(weight.grad is not None for weight in self._model.parameters())
-        if waiting and self._last and all(weight.grad is None for weight in stepped):
-            raise NotDeferred(
-                f"{type(optimizer).__name__} steps {len(stepped)} parameters, none of which has a gradient or belongs "
-                "to the model; it was made before the model was wrapped: make it afterwards"
-            )
 
 
 class _NoSyncWrapper:
@@ -222,9 +218,9 @@ class _ShardedModules:
             raise ValueError("accumulate got keep_sharded=True for a model on one mesh dimension; it is for HSDP")
 
     def __enter__(self) -> Self:
-        for one in self._modules:
-            one.reshard()  # parameters that are whole still, from an evaluation, are not those that are trained
-        self._hooks = [one.register_post_accumulate_grad_hook(self._count) for one in self._parameters()]
+        for module in self._modules:
+            module.reshard()  # parameters that are whole still, from an evaluation, are not those that are trained
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._count) for weight in self._parameters()]
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -234,13 +230,13 @@ class _ShardedModules:
 
     def begin(self, last: bool) -> None:
         self._last, self._reduced = last, 0
-        for one in self._modules:
+        for module in self._modules:
             if self._keep_sharded:
-                one.set_requires_all_reduce(last, recurse=False)
+                module.set_requires_all_reduce(last, recurse=False)
             else:
-                one.set_requires_gradient_sync(last, recurse=False)
-            if _stays_whole(one):
-                one.set_reshard_after_backward(last, recurse=False)
+                module.set_requires_gradient_sync(last, recurse=False)
+            if _stays_whole(module):
+                module.set_reshard_after_backward(last, recurse=False)
 
     def _count(self, _parameter: torch.Tensor) -> None:
         self._reduced += 1
