@@ -220,7 +220,7 @@ def pieces(memory: Tensor, layout: Layout) -> list[Tensor]:
             rows = memory[begin:end].view(dtype).view(-1, *row)
             cut = torch.unsafe_split_with_sizes(rows, sizes)[::step]
             if views:
-                cut = [one if view is None else one.as_strided(*view) for one, view in zip(cut, views, strict=True)]
+                cut = [part if view is None else part.as_strided(*view) for part, view in zip(cut, views, strict=True)]
             found += cut
     return found
 
@@ -423,8 +423,14 @@ class ReceivedBuffers:
             name = _name_of(joined)
             self._names.append(name)
             _BY_NAME[name] = storage
-            if joined.nbytes >= DIRECT_COPY_BYTES:
-                self._register(storage.data_ptr(), storage.nbytes())
+            cudart: Any = torch.cuda.cudart()  # None in a build without CUDA
+            if joined.nbytes >= DIRECT_COPY_BYTES and cudart is not None:
+                place = storage.data_ptr()
+                if int(cudart.cudaHostRegister(place, storage.nbytes(), _FOR_ALL_DEVICES)) == 0:
+                    self._registered.append(place)
+                else:
+                    with suppress(RuntimeError):  # the next kernel would be blamed for it
+                        torch.zeros(1, device=self._device)
             storage[_HELD] = 1
 
     def close(self, copy_stream: Any) -> None:
@@ -437,16 +443,6 @@ class ReceivedBuffers:
             _BY_NAME.pop(name)[_HELD] = 0
         self._registered.clear()
         self._names.clear()
-
-    def _register(self, place: int, size: int) -> None:
-        cudart: Any = torch.cuda.cudart()
-        if cudart is None:  # a build without CUDA
-            return
-        if int(cudart.cudaHostRegister(place, size, _FOR_ALL_DEVICES)) == 0:
-            self._registered.append(place)
-            return
-        with suppress(RuntimeError):  # the next kernel would be blamed for it
-            torch.zeros(1, device=self._device)
 
 
 def _name_of(joined: Tensor) -> bytes:

@@ -620,33 +620,26 @@ class PrefetchReport:
     def __str__(self) -> str:
         if not self.batches:
             return "Nothing was measured yet: no second batch has come from a CUDA device."
-        copied = f"{self._each(self.copies)} ms for {self.size / self.batches / 1e6:.3g} MB"
+        copied = f"{self.copies / self.batches / 1e6:.3g} ms for {self.size / self.batches / 1e6:.3g} MB"
         lines = [f"{self.hidden:.1%} of the copies were hidden ({self.batches} batches, {copied} each)."]
+        exposed = f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
+        if self.copies > _SATURATED_SHARE * self.time:
+            exposed = "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
+        packed = self.packed / self.batches / 1e6
+        packing = f"packed {packed:.3g} MB: give the loader workers, which join small tensors (num_workers)."
+        if packed < _PACKED_MEGABYTES:
+            packing = "has no lead over it: every call counts, also those that issue copies."
+        elif 2 * self.pageable > self.packed:
+            packing = f"packed {packed:.3g} MB: let the loader pin its memory (pin_memory=True)."
         reasons = (
-            (self.exposed, f"copies, {self._why_exposed()}"),
-            (self.packing, f"the host, which {self._why_packing()}"),
+            (self.exposed, f"copies, {exposed}"),
+            (self.packing, f"the host, which {packing}"),
             (self.loader_late, "the loader, which is late: give it more workers."),
         )
         for time, reason in reasons:
             if time > _REPORTED_SHARE * self.time:
-                lines.append(f"The GPU waited {self._each(time)} ms a batch for {reason}")
+                lines.append(f"The GPU waited {time / self.batches / 1e6:.3g} ms a batch for {reason}")
         return "\n".join(lines)
-
-    def _why_exposed(self) -> str:
-        if self.copies > _SATURATED_SHARE * self.time:
-            return "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
-        return f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
-
-    def _why_packing(self) -> str:
-        packed = self.packed / self.batches / 1e6
-        if packed < _PACKED_MEGABYTES:
-            return "has no lead over it: every call counts, also those that issue copies."
-        if 2 * self.pageable > self.packed:
-            return f"packed {packed:.3g} MB: let the loader pin its memory (pin_memory=True)."
-        return f"packed {packed:.3g} MB: give the loader workers, which join small tensors (num_workers)."
-
-    def _each(self, time: int) -> str:
-        return f"{time / self.batches / 1e6:.3g}"
 
 
 class Overlap:
@@ -674,23 +667,23 @@ class Overlap:
 
     def _settle(self) -> None:
         while self._pending and self._pending[0].asked.query() and self._pending[0].copies.ready.query():
-            one, previous = self._pending.popleft(), self._previous_asked
-            self._previous_asked = one.asked
+            handover, previous = self._pending.popleft(), self._previous_asked
+            self._previous_asked = handover.asked
             if previous is None:
                 continue
-            idle, exposed = _between(one.entered, one.asked), _between(one.asked, one.copies.ready)
+            idle, exposed = _between(handover.entered, handover.asked), _between(handover.asked, handover.copies.ready)
             if exposed:  # copies of an earlier call came last: a quicker host would have waited for them, too
                 idle, exposed = 0, exposed + idle
-            packing = min(idle, one.packing)  # the host packs last: the end of its call is what the GPU waited for
+            packing = min(idle, handover.packing)  # the host packs last: the end of its call is what the GPU waited for
             self._sums.update(
                 batches=1,
-                time=_between(previous, one.asked),
-                size=one.copies.size,
-                packed=one.copies.packed,
-                pageable=one.copies.pageable,
-                copies=_between(one.copies.begun, one.copies.copied),
+                time=_between(previous, handover.asked),
+                size=handover.copies.size,
+                packed=handover.copies.packed,
+                pageable=handover.copies.pageable,
+                copies=_between(handover.copies.begun, handover.copies.copied),
                 exposed=exposed,
-                loader_late=min(idle - packing, one.loading),
+                loader_late=min(idle - packing, handover.loading),
                 packing=packing,
             )
 
