@@ -58,10 +58,10 @@ class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is 
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
         name, is_drawn = function.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in function.tags
         if is_drawn or not all(map(self.holds, given)) or "lift_fresh" in name or (not given and "empty" in name):
-            for one in made:
-                self._known.pop(_memory_of(one), None)
+            for tensor in made:
+                self._known.pop(_memory_of(tensor), None)
         else:
-            self._known |= {_memory_of(one): one for one in made}
+            self._known |= {_memory_of(tensor): tensor for tensor in made}
 
     def add(self, made: Tensor) -> None:
         self._known[_memory_of(made)] = made

@@ -157,7 +157,7 @@ class Readings:
                     f"add({name}=...) was given {found}, and a mean is kept of single numbers; give {name}'s own mean."
                 )
         self._uncounted.append(readback(values))
-        while len(self._uncounted) > 1 and all(getattr(one, "ready", True) for one in self._uncounted[0].values()):
+        while len(self._uncounted) > 1 and all(getattr(value, "ready", True) for value in self._uncounted[0].values()):
             self._count(self._uncounted.popleft())
 
     def means(self, *, last: bool = False) -> dict[str, float]:

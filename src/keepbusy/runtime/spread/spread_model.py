@@ -86,10 +86,10 @@ def spread(
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"spread got a {type(model).__name__} for its model; give it a torch.nn.Module")
-    for name, one in model.named_modules():
-        if isinstance(one, DistributedDataParallel) or hasattr(one, "set_requires_gradient_sync"):
-            raise ValueError(f"{name or 'the model'} is wrapped already, by {type(one).__name__}; spread wraps it")
-        if hasattr(one, "_orig_mod"):
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
+            raise ValueError(f"{name or 'the model'} is wrapped already, by {type(module).__name__}; spread wraps it")
+        if hasattr(module, "_orig_mod"):
             raise ValueError("spread got a compiled model; spread it first, and compile what comes back")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

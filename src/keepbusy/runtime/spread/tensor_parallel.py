@@ -55,7 +55,7 @@ class TensorPlan:
         self._model, self._layout, self._calls = model, layout, calls
         self._names = {module: name for name, module in model.named_modules()}
         patterns = () if isinstance(plan, str) else plan
-        whole = [one for one, name in self._names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        whole = [part for part, name in self._names.items() if any(fnmatchcase(name, asked) for asked in patterns)]
         self._kept = {*tied_parameters(model), *(id(own) for module in whole for own in module.parameters())}
         self._known: dict[str, Region | None] = {}
         with without_dropout(model):
