@@ -70,11 +70,10 @@ class StreamQueue:
 
 
 class SharedDevice:
-    """A device on which kernels and collectives hold each other up: NCCL takes some of the multiprocessors, so that a
-    product whose tiles fill all of them once needs a second round, and both read and write the same memory.
+    """A device on which kernels and collectives slow each other down: they share multiprocessors and memory.
 
-    A command is slowed where it begins beside one that was launched before. What was launched before has its time
-    already; what that should have lost, the next command of its kind makes up for.
+    A command is slowed by those that were launched before it. The time of these is already fixed, so what they should
+    have lost is added to the next command of their kind.
     """
 
     def __init__(self, slower: Callable[[str], float]) -> None:
@@ -107,8 +106,8 @@ class SharedDevice:
         return owed
 
     def hold(self, start: int, end: int) -> None:
-        """A collective is on the wire so long. While it waits for a late rank it holds them, too, but what a late rank
-        costs shows when its wait is replayed, and kernels would stay as they are there."""
+        """A collective is on the wire so long. Its wait for a late rank is left out: kernels would not change when that
+        wait is replayed."""
         for begun, ended, slower in reversed(self._kernels):
             if ended <= start:
                 break

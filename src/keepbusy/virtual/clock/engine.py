@@ -56,10 +56,9 @@ class Clock(HostClock):
     # commands
 
     def operator(self, name: str, place: int, stream: int, kernels: Sequence[tuple[str, int]]) -> None:
-        """`begin`, `launch` and `end` at once, for an operator that only launches kernels.
+        """`begin`, `launch` and `end` at once, for an operator that only launches kernels, while the thread is paused.
 
-        Called when its values are computed, while the calling thread is paused. The usual one launches one kernel, and
-        nothing but its stream holds that up: it is written down at once.
+        The usual one launches one kernel that only its stream holds up, and has a quicker way.
         """
         host, queue, rows = self.threads[get_ident()], self.queues.streams[stream], self.rows
         with self.lock:
@@ -102,8 +101,7 @@ class Clock(HostClock):
     ) -> int:  # fmt: skip
         """This rank's part of a collective: it ends `wire` after the last rank has arrived.
 
-        `last_arrival` is given when this part could begin and returns when the last of all parts could; it
-        may ask the other ranks. `group` is a number for its group of `members` ranks.
+        `last_arrival`: asks the other ranks; given when this part could begin, it returns when the last one could.
         """
         with self.lock:
             host, queue, cost = self._arrive(), self.queues.streams[stream], self.device.host.collective
@@ -119,12 +117,8 @@ class Clock(HostClock):
         self, stream: int, direction: Direction, size: int, pinned: bool = False, non_blocking: bool = False,
         fresh: int = 0,
     ) -> None:  # fmt: skip
-        """Bytes between host and device; `pinned` and `non_blocking` as the program asked for them.
-
-        Without `non_blocking` the host waits for the stream; from or to pageable memory it waits
-        anyway, unless the driver can stage the bytes. `fresh`: so many of them go to memory of the host
-        that was never touched.
-        """
+        """Bytes between host and device. The host waits for them, unless the copy is `non_blocking` and its memory
+        pinned, or the driver can stage them. `fresh`: how many go to host memory that was never touched."""
         with self.lock:
             host, queue = self._arrive(), self.queues.streams[stream]
             way = self.device.copies.copy(direction, size, pinned, fresh)
@@ -315,9 +309,12 @@ class Clock(HostClock):
     # what calls have in common, with the lock held
 
     def _arrive(self) -> HostThread:
-        """The calling thread, with its own time written down."""
+        """The calling thread, with its own time written down; within an operator only modelled time counts."""
         host = self.host()
-        host.work_until_call()
+        if host.depth:
+            host.work_modelled_time()
+        else:
+            host.work_until_border()
         return host
 
     def _call(self, host: HostThread, queue: StreamQueue, name: str, cost: int) -> Launch:
@@ -340,10 +337,7 @@ class Clock(HostClock):
         host.work(cost)
 
     def _run(self, queue: StreamQueue, launch: Launch, node: Node, gap: int) -> int:
-        """A command that others may hold up, without the lock: the last rank of a collective is asked for without it.
-
-        Returns its row.
-        """
+        """Add a command, and return its row. Other ranks are asked for the last arrival without the lock."""
         shared = self.queues.shared_with_kernels(queue, node)
         work = node.work
         if node.last_arrival is not None:

@@ -96,10 +96,7 @@ class HostClock:
         return self.host().now
 
     def place(self, *lines: str) -> int:
-        """A number for a place in the program: its lines from the outside in.
-
-        Each is written like `train.py(41): main`, as Kineto writes functions, but with the line of the call.
-        """
+        """A number for a place in the program: its lines from the outside in, each like `train.py(41): main`."""
         number = self._places.get(lines)
         if number is None:
             with self.lock:
@@ -127,10 +124,7 @@ class HostClock:
 
     def enter(self, kind: FrameKind, name: str, place: int = 0) -> None:
         """Something of the program's own begins, whose time counts: an annotation, a loader, an operator on the host.
-
-        Steps that the program announces, optimizer steps and profiler steps, named as PyTorch names them, are the marks
-        of the run's steps.
-        """
+        Names in `MARKS` begin the run's steps."""
         with self.host() as host, self.lock:
             host.work_where_seen()
             host.go_to(place)
@@ -157,10 +151,7 @@ class HostClock:
             host.work(duration, name)
 
     def attribute(self, place: int, until: int) -> bool:
-        """At this time, by the real clock, the program was seen at `place`: what it did until then, it did there.
-
-        Whether it did anything that is not written down yet.
-        """
+        """Write down that the program was at `place` until a time of the real clock; whether it did anything there."""
         host = self.host()
         with self.lock:
             duration = host.take_time_until(until) if not host.depth else 0
@@ -178,11 +169,8 @@ class HostClock:
         host.modelled_time += self.device.host.backward if host.in_backward else self.device.host.view
 
     def _dispatch(self, host: HostThread, name: str, place: int) -> int:
-        """How long the program was at work since it was last seen, up to an operator of the device at its place.
-
-        From the operator before, at least what dispatching this one costs the device's own host, however
-        quick this machine is.
-        """
+        """How long the program was at work before an operator of the device: at least what its dispatch costs on the
+        device's host, however quick this machine is."""
         if host.depth:
             return 0
         if host.sampled_places:
@@ -192,10 +180,7 @@ class HostClock:
         return host.take_dispatch_time((place, name), self._dispatch_cost(name, host.in_backward or host.lane > 0))
 
     def await_others(self, name: str, last_arrival: Callable[[int], int]) -> None:
-        """The host waits for other processes. `last_arrival` is given when this one arrived and returns when all had.
-
-        Each has a clock of its own, which begins with the process.
-        """
+        """The host waits for other processes. `last_arrival`: given when this one arrived, it returns when all had."""
         with self.host() as host:
             host.work_until_border()
             later = last_arrival(host.now) - host.now
@@ -209,10 +194,8 @@ class HostClock:
         self.pause().awaits_batch = True
 
     def take_batch(self, name: str, done: int | None = None) -> None:
-        """It has come: what the host waited for it, it waited for them.
-
-        `done`: when they were done with it, by our clock; where nobody knows, it was really waited for.
-        """
+        """The host has waited for the workers until now. `done`: when the batch was there, by our clock; where nobody
+        knows, the real wait counts."""
         host = self.host()
         with self.lock:
             if not host.awaits_batch:

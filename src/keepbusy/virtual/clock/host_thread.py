@@ -1,14 +1,11 @@
 """A host thread: how much time passes on it while the program runs, which frames are open, and its rows.
 
-Real time stands still from `pause` to `resume`, while we compute values. What is left is the program's own, and a
-little of ours: a kernel in Python leaves cold caches behind, so what PyTorch itself does then takes longer than it
-would. Three things keep that out.
+Real time stands still from `pause` to `resume`, while we compute values. Our kernels in Python leave cold caches
+behind, so PyTorch then takes longer than it would. Three rules keep that out.
 
-- From one operator to the next it takes what dispatching costs the device's host; real time counts
-  where it is more.
+- Between two operators real time counts only where it is longer than what a dispatch costs the device's host.
 - A short stretch counts as the shortest of the last passes by that point: noise only ever lengthens.
-- While PyTorch is at work by itself, in a backward pass or a step of an optimizer, its time is
-  modelled. Only what is far too long for it is somebody else's: a hook that reads a file.
+- In a backward pass or an optimizer's step PyTorch's time is modelled, unless it is far too long: then a hook took it.
 """
 
 from __future__ import annotations
@@ -194,13 +191,6 @@ class HostThread:
             self.work(duration)
             self._looked_after = self.last
         self.border_time = 0  # the next operator is dispatched after the look
-
-    def work_until_call(self) -> None:
-        """The same, up to a call of the device; within an operator only modelled time counts."""
-        if self.depth:
-            self.work_modelled_time()
-        else:
-            self.work(self.take_border_time())
 
     def work_modelled_time(self) -> None:
         self.work(self.modelled_time)

@@ -45,10 +45,7 @@ _WORK, _OPERATOR = int(Kind.WORK), int(FrameKind.OPERATOR)
 
 
 class Packed:
-    """Rows of integers, many of them: bytes as they come, narrow columns of numpy as they grow.
-
-    A clock writes a few rows for every operator. As tuples they would keep Python's garbage collector busy.
-    """
+    """Rows of integers: bytes first, then narrow columns of numpy. Tuples would keep the garbage collector busy."""
 
     def __init__(self, width: int) -> None:
         self.count = 0
@@ -140,10 +137,7 @@ class Rows:
         self, lane: int, stream: int, name: int, kernel: int, parent: int, begin: int, work: int, returned: int,
         start: int, lasting: int,
     ) -> int:  # fmt: skip
-        """The usual operator, in one row here: the host works up to it, and in its frame it launches one kernel.
-
-        Returns the row of the launch; the kernel's is the next one.
-        """
+        """The usual operator, with one kernel. Returns the row of the launch, before that of the kernel."""
         spans, frames = self.spans, self.frames
         first, frame = spans.count, frames.count
         self._operators.add(first, frame, lane, stream, name, kernel, parent, begin, work, returned, start, lasting)
@@ -183,11 +177,8 @@ class Rows:
         return any(len(self.mark_rows[mark]) > 1 for mark in (OWN_STEP, PROFILER_STEP))
 
     def steps(self) -> list[int]:
-        """The rows that begin the run's steps.
-
-        Of the first kind of mark that there is, unless it was only a warm-up: another kind came after
-        it, at least as often. So are steps marked that a graph replays whole.
-        """
+        """The rows that begin the run's steps: those of the most trusted kind of mark. A kind was only a warm-up where
+        another one follows it at least as often, as when a graph then replays whole steps."""
         known = [rows for rows in self.mark_rows.values() if len(rows) > 1]
         for rows in known:
             if not any(other[0] > rows[-1] and len(other) >= len(rows) for other in known):

@@ -52,10 +52,7 @@ class HostCosts:
     graph_node_made: Time
 
     def dispatch(self, name: str, backward: bool) -> int:
-        """An operator by its full name, from the program's own thread or from the autograd engine, up to its launch.
-
-        Modelled host time goes by this, and measured host time is never less.
-        """
+        """An operator by its full name, up to its launch: modelled host time, and the least of measured host time."""
         short = name.removeprefix("aten::")
         if backward:
             return round(_DISPATCH.backward_of.get(short, _DISPATCH.backward) * self.backward)
@@ -178,12 +175,9 @@ class Wire:
     def collective(self, name: str, size: int, ranks: int, hosts: int = 1) -> int:
         """How long a collective takes on the wire, once all of its ranks are there: NCCL's rings.
 
-        `size`: bytes of one rank's larger tensor: the whole one of a gather or scatter, not a shard. `name`:
-        all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, barrier, send.
-
-        A law of its own goes before the wire's latency and bandwidth, which were measured on four H200 (NVLink). That
-        the formulas hold for other numbers of ranks is NCCL's own account; that a hop costs what the device file says
-        is an estimate, and so is what the network takes once for each level of a tree over the hosts.
+        `size`: bytes of a rank's larger tensor, not of a shard. Latencies and bandwidths were measured on four H200
+        (NVLink). For other numbers of ranks the formula is NCCL's own; what a hop costs, and each level of the
+        network's tree over the hosts, is an estimate.
         """
         if name in ("send", "recv"):
             return self.send_latency + round(size / self.bandwidth)
