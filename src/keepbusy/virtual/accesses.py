@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HOST = -1
-"""Stands for a stream: the host itself uses its pinned memory."""
+"""Stands for a stream: the host itself uses its pinned memory. Nothing waits in it."""
 _MOST_USES = 256
 """How many uses of a piece of memory are remembered; the oldest go first."""
 _MOST_FREED = 4096
@@ -54,7 +54,7 @@ class Accesses:
         """How many backward passes are under way."""
         # by the address of a storage: what stands for its memory, and its uses. Where another storage begins at the
         # same address, the allocator of pinned memory has waited until copies were done
-        self._pinned: dict[int, tuple[object, list[Use]]] = {}
+        self.pinned: dict[int, tuple[object, list[Use]]] = {}
         self._freed: list[Use] = []
         self._captured: CapturedUses = []
         self._captures: Callable[[int], bool] | None = None
@@ -74,24 +74,17 @@ class Accesses:
             self._add(uses, use)
 
     def use_pinned(self, address: int, memory: object, extent: Extent, writes: bool, command: Command) -> None:
-        """A command copies from or to pinned memory, or (`HOST`) the program itself reads or writes there.
-
-        `address`: where the storage begins; `memory`: what stands for it.
-        """
-        known, uses = self._pinned.get(address, (None, []))
+        """A command, or (`HOST`) the program, uses pinned memory. `address`: where its storage begins; `memory`: what
+        stands for it."""
+        known, uses = self.pinned.get(address, (None, []))
         if known is not memory:
             uses = []
-        self._pinned[address] = memory, uses
+        self.pinned[address] = memory, uses
         self._add(uses, Use(extent, command, writes))
-
-    @property
-    def has_pinned(self) -> bool:
-        """Whether anything was copied from or to pinned memory."""
-        return bool(self._pinned)
 
     def is_in_use(self, address: int, memory: object) -> bool:
         """Whether the host has not yet waited for all that was copied from or to this pinned memory."""
-        known, uses = self._pinned.get(address, (None, []))
+        known, uses = self.pinned.get(address, (None, []))
         return known is memory and not all(self._order.is_known_to_host(use.command) for use in uses)
 
     # memory that is freed, and taken again
@@ -148,7 +141,7 @@ class Accesses:
                 is_needless = use.writes <= new.writes and new.covers(use)
             elif not use.conflicts_with(new):
                 is_needless = False
-            elif self._is_before(use.command, new.command):
+            elif self._order.comes_before(use.command, new.command.stream):
                 is_needless = new.writes and new.covers(use)
             else:
                 is_needless = use.extent.shares_bytes(new.extent)
@@ -159,11 +152,6 @@ class Accesses:
         if new.command.stream != HOST:
             kept.append(new)
         uses[:] = kept[-_MOST_USES:]
-
-    def _is_before(self, command: Command, other: Command) -> bool:
-        if other.stream == HOST:
-            return self._order.is_known_to_host(command)
-        return self._order.comes_before(command, other.stream)
 
     def _note_race(self, first: Use, second: Use) -> None:
         key = (first.command.place, second.command.place, first.writes, second.writes)

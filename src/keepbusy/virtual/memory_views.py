@@ -55,7 +55,7 @@ class Extent(NamedTuple):
         """Whether any byte is in both, if their ranges overlap; False, too, where nobody knows."""
         if self.view is None and other.view is None:
             return True
-        if _are_other_columns(self, other) or max(_elements(self), _elements(other)) > _MOST_ELEMENTS:
+        if any(view is not None and view.elements > _MOST_ELEMENTS for view in (self.view, other.view)):
             return False
         (starts, size), (other_starts, other_size) = self._pieces(), other._pieces()
         # the last start of this one before the end of each piece of the other
@@ -71,26 +71,6 @@ class Extent(NamedTuple):
             steps = np.arange(length, dtype=np.int64) * (stride * self.view.item_size)
             starts = (starts[:, None] + steps).ravel()
         return np.sort(starts), self.view.item_size
-
-
-def _elements(extent: Extent) -> int:
-    return 0 if extent.view is None else extent.view.elements
-
-
-def _are_other_columns(first: Extent, second: Extent) -> bool:
-    """Whether two views take different columns of the same rows, which needs no look at their elements."""
-    if first.low > second.low:
-        first, second = second, first
-    view, other = first.view, second.view
-    if view is None or other is None or view.item_size != other.item_size:
-        return False
-    if len(view.dimensions) != 2 or len(other.dimensions) != 2:
-        return False
-    (_, row), (columns, step) = view.dimensions
-    (_, other_row), (other_columns, other_step) = other.dimensions
-    begin = (second.low - first.low) // view.item_size % row  # of the second one, in a row of the first
-    end = begin + other_columns * step
-    return (row, step) == (other_row, other_step) and columns * step <= begin and end <= row
 
 
 class Use(NamedTuple):

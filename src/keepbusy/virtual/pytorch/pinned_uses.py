@@ -47,9 +47,6 @@ class _Copied(NamedTuple):
     command: Command
     checksum: int
 
-    def has_changed(self) -> bool:
-        return self.is_there() and _checksum(self.extent) != self.checksum
-
     def is_there(self) -> bool:
         return memory_at(self.storage) is self.memory
 
@@ -87,7 +84,7 @@ def _check(is_done: Callable[[_Copied], bool]) -> None:
     if done:
         _COPIED[:] = [copied for copied in _COPIED if not is_done(copied)]
     for copied in done:
-        if copied.has_changed():
+        if copied.is_there() and _checksum(copied.extent) != copied.checksum:
             host = Command(HOST, 0, _place_writing(copied.extent))
             MACHINE.memory.accesses.use_pinned(copied.storage, copied.memory, copied.extent, True, host)
 
@@ -177,7 +174,7 @@ _WRITES_FORM = frozenset(OPERATORS["writes_form"])
 def note(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
     """A function of PyTorch's was called, on a modelled clock. On another one nothing stands around the program's own
     calls, for that would change which kernels PyTorch chooses."""
-    if not MACHINE.memory.accesses.has_pinned or name in OPERATORS["reads_form"] or name.endswith("_as"):
+    if not MACHINE.memory.accesses.pinned or name in OPERATORS["reads_form"] or name.endswith("_as"):
         return
     given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if type(tensor) in _PLAIN_KINDS]
     try:
