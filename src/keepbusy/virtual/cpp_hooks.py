@@ -13,7 +13,6 @@ import platform
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,40 +69,24 @@ def _virtual_methods(header: Path, name: str) -> Iterator[str]:
     )
     if begin is None:
         raise Mismatch(f"{header.name} declares no {name}")
-    for statement in _top_level(source, begin.end()).split(";"):
+    body, inner_bodies = source[begin.end() :], 1
+    while inner_bodies:  # the innermost ones first; each ends its declaration
+        body, inner_bodies = re.subn(r"{[^{}]*}", ";", body)
+    for statement in body.partition("}")[0].split(";"):
         method = re.search(r"(~?\w+)\s*\(", statement)
         if method and re.search(r"\b(virtual|override)\b", statement):
             yield method[1]
 
 
-def _top_level(source: str, begin: int) -> str:
-    """The text of a class from its opening brace on, without what stands in inner braces."""
-    depth, kept, place = 1, [], begin
-    while depth:
-        letter = source[place]
-        depth += {"{": 1, "}": -1}.get(letter, 0)
-        if letter == "{" and depth == 2:
-            kept.append(";")  # a body ends its declaration
-        elif depth == 1 and letter != "}":
-            kept.append(letter)
-        place += 1
-    return "".join(kept)
+_FOUND_WORDS, _SIZE_AT, _WITH_SYMBOL = 4, 16, 1
+"""Words of the C library's Dl_info, where the size stands in an Elf64_Sym, and RTLD_DL_SYMENT."""
 
 
-_FOUND_WORDS, _SIZE_AT = 4, 16
-"""Words of the C library's Dl_info; and where the size stands in an Elf64_Sym."""
-
-
-def _symbol_size(address: int) -> int | None:
-    """Bytes of the dynamic symbol at `address`; None where this C library cannot say."""
-    look_up = getattr(ctypes.CDLL(None), "dladdr1", None)
-    if look_up is None:
-        return None
+def _symbol_size(address: int) -> int:
+    """Bytes of the dynamic symbol at `address`; 0 where there is none."""
     found, symbol = (ctypes.c_void_p * _FOUND_WORDS)(), ctypes.c_void_p()
-    with_symbol = 1  # RTLD_DL_SYMENT
-    if not look_up(ctypes.c_void_p(address), found, ctypes.byref(symbol), with_symbol) or not symbol.value:
-        return None
-    return ctypes.c_uint64.from_address(symbol.value + _SIZE_AT).value
+    is_found = ctypes.CDLL(None).dladdr1(ctypes.c_void_p(address), found, ctypes.byref(symbol), _WITH_SYMBOL)
+    return ctypes.c_uint64.from_address(symbol.value + _SIZE_AT).value if is_found and symbol.value else 0
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -125,13 +108,6 @@ def _result_of(shared: ctypes.CDLL, name: str) -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_void_p)(_address_of(shared, name))()
 
 
-def _code_slots(vtable: int) -> int:
-    """How many leading slots point to code, up to 128: no vtable is longer than that."""
-    targets = (ctypes.c_void_p.from_address(vtable + _POINTER * slot).value or 0 for slot in range(128))
-    executable = list(_areas("x"))
-    return sum(1 for _ in takewhile(lambda it: any(low <= it < high for low, high in executable), targets))
-
-
 def _areas(permission: str) -> Iterator[tuple[int, int]]:
     """Parts of this process's memory that it has this permission for."""
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -151,7 +127,9 @@ class Vtable:
     """Copied from `address`, which points to the first slot, as an object's first word does."""
 
     def __init__(self, address: int, slots: Mapping[str, int]) -> None:
-        if _code_slots(address) < len(slots):
+        executable = list(_areas("x"))
+        targets = (ctypes.c_void_p.from_address(address + _POINTER * slot).value or 0 for slot in range(len(slots)))
+        if not all(any(low <= target < high for low, high in executable) for target in targets):
             raise Mismatch("a vtable is shorter than its header says")
         words = len(slots) + _PREAMBLE
         source = (ctypes.c_char * (_POINTER * words)).from_address(address - _POINTER * _PREAMBLE)
@@ -169,8 +147,7 @@ class Vtable:
     def put_constant(self, method: str, value: int) -> None:
         """Replace one method by machine code that returns a small number, or that and a zero in a second register.
 
-        It calls no Python, which is quicker, and safe while an exception is on its way: also that of a signal which
-        comes just then, as Ctrl-C does. Python that is called from there would lose it.
+        Python called from there would lose an exception that is on its way, also that of Ctrl-C.
         """
         code = {
             "x86_64": b"\xb8" + struct.pack("<I", value) + b"\x31\xd2\xc3",
@@ -206,7 +183,7 @@ def replace_hooks() -> Callable[[], None]:
     methods = slots(HOOKS)
     interface = _address_of(shared, "_ZTVN2at18CUDAHooksInterfaceE")
     size = _symbol_size(interface)
-    if size not in (None, _POINTER * (len(methods) + _PREAMBLE)):
+    if size != _POINTER * (len(methods) + _PREAMBLE):
         raise Mismatch(f"the CUDA hooks have {size // _POINTER - _PREAMBLE} slots, their header says {len(methods)}")
     vtable = Vtable(interface + _POINTER * _PREAMBLE, methods)
     vtable.need("hasCUDA", "hasPrimaryContext", "init", "deviceCount", "isPinnedPtr", "getPinnedMemoryAllocator")
@@ -255,7 +232,7 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 def replace_guard() -> Callable[[], None]:
     """Put our guard into CUDA's place; returns what makes it harmless again."""
     shared = _library("libc10.so")
-    size = _symbol_size(_address_of(shared, _REGISTRY)) or 0
+    size = _symbol_size(_address_of(shared, _REGISTRY))
     if size < _POINTER * (_META_TYPE + 1):
         raise Mismatch("the registry of device guards has another shape")
     registry = (ctypes.c_void_p * (size // _POINTER)).in_dll(shared, _REGISTRY)

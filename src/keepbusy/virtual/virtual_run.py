@@ -40,8 +40,7 @@ class Options:
 def start(options: Options, rank: int = 0, spawned_into: RunFolder | None = None) -> Callable[..., Timeline]:
     """Give this process its virtual GPUs. What it returns gives the timeline so far, with facts to add to it.
 
-    Ranks that the program itself spawned leave their timelines in a folder: `spawned_into` where it was made before.
-    What spawned them counts only where it spawned none.
+    Ranks that the program spawns leave theirs in a folder, which may be given, and then replace that of this process.
     """
     timeline, folder = _begin(options, rank), spawned_into or RunFolder()
     follow(be_child, {**asdict(options), "run_folder": lambda: str(folder.path())})
@@ -105,8 +104,10 @@ def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
     from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness, tensor_types
 
     _started.append(True)
-    if options.values:
-        _keep_freed_memory()
+    if options.values:  # let the C library keep what is freed: giving it back takes time that no GPU would have taken
+        library, mmap_threshold, trim_threshold = ctypes.CDLL(None), -3, -1
+        library.mallopt(mmap_threshold, 1 << 30)
+        library.mallopt(trim_threshold, -1)
     MACHINE.start(device, devices, rank, options.measured)
     VALUES.real, randomness.DEFAULTS.shared = options.values, options.one_generator
     for undo in (replace_guard(), replace_hooks()):
@@ -121,11 +122,3 @@ def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
         host_side.patch_modelled(_PATCHES)
     MACHINE.calibrate()
     cuda_api.Initialization.requested = False
-
-
-def _keep_freed_memory() -> None:
-    """Let the C library keep what is freed: giving it back takes time that no GPU would have taken."""
-    tune = getattr(ctypes.CDLL(None), "mallopt", None)
-    if tune is not None:
-        tune(-3, 1 << 30)  # M_MMAP_THRESHOLD
-        tune(-1, -1)  # M_TRIM_THRESHOLD
