@@ -193,9 +193,9 @@ class Machine(DeviceTensors):
         return place
 
     def _catch_up(self, sampler: PlaceSampler, host: HostThread, place: int) -> None:
-        """Up to a call at `place`. A line that was found at work was so until the call: also where the program goes
-        from the same call to the same one without a sample in between, as samples are a millisecond apart."""
-        if not isinstance(host.real, HostTime) or not sampler.samples_caller():
+        """Up to a call at `place`. The program was at the line of the last sample until the call. Without a sample, as
+        they are a millisecond apart, it was where it was the last time between the same two calls."""
+        if not isinstance(host.real, HostTime) or get_ident() != sampler.thread:
             return
         cost, samples = sampler.take()
         host.unwritten_time -= cost
@@ -225,10 +225,8 @@ class Machine(DeviceTensors):
         self.clock.copy(self.stream(device), direction, size, pinned, non_blocking, fresh)
 
     def read_clock(self) -> tuple[int, bool]:
-        """The program reads its clock: the time of the calling thread, and whether the clock knows that thread.
-
-        Of a thread that it does not know, which has nothing to do with the device, the time of the first one.
-        """
+        """The program reads its clock: the time of the calling thread, and whether the clock knows that thread; of
+        another one, which has nothing to do with the device, the time of the first."""
         if get_ident() not in self.clock.threads:
             return self.clock.first_thread.now, False
         with self.clock.host():

@@ -16,11 +16,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice, zip_longest
 from threading import get_ident, get_native_id
 from time import clock_gettime_ns, perf_counter_ns, pthread_getcpuclockid
 from types import CodeType, FrameType
-from typing import Any
 
 from keepbusy.program.lines import (
     LIBRARY,
@@ -40,11 +40,9 @@ from keepbusy.virtual.clock.host_thread import HostThread
 
 
 class HostTime:
-    """Real time as a thread would have it on a machine of its own: without waiting for a core that others use.
+    """A steady clock of the thread that made it, in nanoseconds, without the time in which it waited for a core.
 
-    Nanoseconds of a steady clock of the thread that made it; of two looks the difference counts. Ranks
-    that share few cores, or a busy machine, preempt each other for milliseconds. Linux tells each thread
-    how long it stood ready and did not run.
+    Ranks that share few cores, or a busy machine, preempt each other for milliseconds.
     """
 
     _SHORTEST_WAIT = 100_000
@@ -104,8 +102,8 @@ class PlaceSampler:
         self.samples: list[tuple[int, int]] = []
         self._cost = self._ran = 0
         self._host, self._time, self._place = host, time, place
-        self._sampled = get_ident()
-        self._processor = pthread_getcpuclockid(self._sampled)
+        self.thread = get_ident()
+        self._processor = pthread_getcpuclockid(self.thread)
 
     def begin(self) -> None:
         _switch_often()
@@ -117,15 +115,14 @@ class PlaceSampler:
             self.sample()
 
     def sample(self) -> None:
-        """Where the program is. What that cost it is how long it stood still meanwhile: on a busy machine a sample may
-        take as long as the program's whole work beside it."""
+        """Note where the program is, and for how long the sample held it up, which on a busy machine may be long."""
         if self._host.pauses:  # in a call of ours, whose time does not count, and which is no line of the program's
             return
         ran_before, self._ran = self._ran, clock_gettime_ns(self._processor)
         at_work = self._at_work()
         moment = perf_counter_ns()
         with at_rest():
-            frame = sys._current_frames().get(self._sampled)
+            frame = sys._current_frames().get(self.thread)
             if frame is not None:
                 self.samples.append((moment, self._place(frame)))
             del frame  # it would keep the program's variables alive
@@ -138,20 +135,15 @@ class PlaceSampler:
         """For how long in all the program has run or waited for a core."""
         return clock_gettime_ns(self._processor) + self._time.without_core()
 
-    def samples_caller(self) -> bool:
-        return get_ident() == self._sampled
-
     def take(self) -> tuple[int, list[tuple[int, int]]]:
-        """For how long Python stood still for the samples since the last time, and of those in a row at the same place
-        the last one."""
+        """What the samples since the last time cost, and the samples: of several in a row at one place the last."""
         samples, cost, self.samples, self._cost = tuple(self.samples), self._cost, [], 0
         pairs = zip_longest(samples, samples[1:])
         return cost, [sample for sample, after in pairs if after is None or sample[1] != after[1]]
 
 
 def _switch_often() -> None:
-    """Else a sampling thread runs only once the program has been at work for 5 ms, or at the next line, which calls
-    PyTorch. The program reads the interval that it would read without us."""
+    """Let Python switch threads often enough for the sampler. The program still reads the interval that it has set."""
     real, interval_shown = sys.setswitchinterval, [sys.getswitchinterval()]
 
     def setting(plain: Function) -> Function:
@@ -175,10 +167,8 @@ _SAID_FROM, _SAID_SHARE = 200_000_000, 0.1
 
 
 class UncountedWork:
-    """Where the program is at work while a modelled clock stands still: in Python, NumPy or files, without an operator.
-
-    It is measured, so none of it goes into the timeline, which is the same in every run.
-    """
+    """Measures where the program is at work without an operator, in Python, NumPy or files. A modelled clock leaves
+    that out, so that the timeline is the same in every run."""
 
     def __init__(self, host: HostThread) -> None:
         """`host`: of the thread that calls this."""
@@ -257,10 +247,8 @@ _LOOK = 100
 """Nanoseconds that a look at a clock takes where host time is modelled: no two looks see the same time."""
 NOTE = "The program's own clocks (time, timeit) showed the time of this report; datetime and native code the real one."
 _STANDSTILL = 1_000_000_000
-"""For so long a program may look at a clock that stands still. From then on it goes with the real one.
-
-Where host time is modelled, somebody who polls until a deadline would otherwise never get there.
-"""
+"""Nanoseconds for which a clock may stand still that a program looks at. Then it goes with the real one: a program
+that polls until a deadline would never get there on a modelled clock."""
 _TIMERS = (f"{sysconfig.get_path('stdlib')}/timeit.py", "/torch/utils/benchmark/", "/keepbusy/fix/")
 """Modules of Python, PyTorch and ours that time things on the program's behalf."""
 
@@ -284,12 +272,25 @@ class ScriptClocks:
         self._ahead = 0  # how far readings are ahead of the virtual clock, where that stood still
         self._followers: dict[CodeType, bool] = {}
         real = {name: getattr(time, f"{name}_ns")() for name in _CLOCKS}
-        start = self.read()
+        start, patches = self.read(), Patches()
         for name in _CLOCKS:
-            for function in (getattr(time, name), getattr(time, f"{name}_ns")):
-                setattr(time, function.__name__, ScriptClock(function, self, real[name] - start))
+            for function in (name, f"{name}_ns"):
+                patches.replace(time, function, partial(self._clock, real[name] - start))
         _hand_to_timeit()
         os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork)
+
+    def _clock(self, base: int, native: Function) -> Function:
+        """What stands for a function of `time`."""
+        in_seconds = not native.__name__.endswith("_ns")
+
+        def clock() -> int | float:
+            if not self.follow(sys._getframe(1).f_code):
+                return native()
+            self.readings += 1
+            moment = base + self.read()
+            return moment / 1e9 if in_seconds else moment
+
+        return clock
 
     def follow(self, code: CodeType) -> bool:
         """Whether a caller sees virtual time."""
@@ -301,10 +302,8 @@ class ScriptClocks:
         return known
 
     def read(self) -> int:
-        """Nanoseconds since the run began, as the calling thread has them.
-
-        A thread that has nothing to do with the device goes with the real clock, and is never behind the program.
-        """
+        """Nanoseconds since the run began. For a thread that the virtual clock does not know they go with the real
+        clock, and are never behind the program."""
         moment, is_known = self._read_clock()
         last, real = self._last, perf_counter_ns()
         if not is_known:
@@ -338,26 +337,3 @@ def _hand_to_timeit() -> None:
         function.__defaults__ = tuple(
             time.perf_counter if default is before else default for default in function.__defaults__
         )
-
-
-class ScriptClock:
-    """Stands for a function of `time`. No function itself: as an attribute of a class it must not become a method."""
-
-    def __init__(self, native: Any, clocks: ScriptClocks, base: int) -> None:
-        self._native, self._clocks, self._base = native, clocks, base
-        self.__name__ = self.__qualname__ = native.__name__
-        self.__module__, self.__doc__ = "time", native.__doc__
-        self._in_seconds = not native.__name__.endswith("_ns")
-
-    def __call__(self) -> Any:
-        if not self._clocks.follow(sys._getframe(1).f_code):
-            return self._native()
-        self._clocks.readings += 1
-        moment = self._base + self._clocks.read()
-        return moment / 1e9 if self._in_seconds else moment
-
-    def __repr__(self) -> str:
-        return repr(self._native)
-
-    def __reduce__(self) -> str:
-        return self.__name__
