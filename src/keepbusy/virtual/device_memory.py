@@ -47,10 +47,7 @@ _IN_POOLS = np.array([(0, 1, 1), (1, 0, 1)])
 
 
 class Totals:
-    """What is counted of one kind, a row a pool: blocks, their bytes, and the bytes asked for.
-
-    Freed ones follow from what was allocated and what is left, so only one side is counted.
-    """
+    """What is counted of one kind, a row a pool: blocks, their bytes, and the bytes asked for."""
 
     def __init__(self) -> None:
         self.now, self.peak, self.ever, self._base = np.zeros((4, 3, 3), np.int64)
@@ -88,13 +85,6 @@ class Tally:
 
     def all(self) -> list[Totals]:
         return [self.used, self.segments, self.waiting, self.fragments]
-
-    def set_fragments(self, sizes: list[list[int]]) -> None:
-        """Fragmentation is looked up where somebody asks, or a segment is needed: its peak is that of these moments."""
-        figures = self.fragments
-        rows = [(len(listed), sum(listed), 0) for listed in (*sizes, sizes[0] + sizes[1])]
-        figures.now = figures.ever = np.array(rows)
-        figures.peak = np.maximum(figures.peak, figures.now)
 
 
 def _flat_stats(tally: Tally) -> dict[str, int]:
@@ -173,12 +163,15 @@ class _DeviceBlocks:
         return next((self.graphs[name] for name, covers in self.routes.items() if covers(stream)), self.ordinary)
 
     def look_up_fragments(self) -> None:
-        """The free parts of segments that are in use: of small pools, and of large ones."""
-        both = (self.ordinary, *self.graphs.values())
-        self.tally.set_fragments([
+        """Count the free parts of segments that are in use. This is done where somebody asks, or a segment is needed:
+        the peak is that of these moments."""
+        both, figures = (self.ordinary, *self.graphs.values()), self.tally.fragments
+        small, large = (
             [block.size for pool in pools for block in pool.blocks(split=True)]
             for pools in ([pair.small for pair in both], [pair.large for pair in both])
-        ])  # fmt: skip
+        )
+        figures.now = figures.ever = np.array([(len(sizes), sum(sizes), 0) for sizes in (small, large, small + large)])
+        figures.peak = np.maximum(figures.peak, figures.now)
 
 
 class Memory:
