@@ -37,15 +37,15 @@ class ForwardStreams:
     """Which streams the threads of this process chose."""
 
     def __init__(self) -> None:
-        self._choices = _Choices()
+        self.choices = _Choices()
         self._threads = set[int]()
         """Threads whose operations may run on another stream than the default one."""
         self.chosen_by_any_thread: defaultdict[int, set[int | None]] = defaultdict(set)
 
     def choose(self, device: int, stream: int | None) -> None:
         self.chosen_by_any_thread[device].add(stream)
-        numbers = self._choices.numbers.setdefault(device, [0])
-        streams = self._choices.streams.setdefault(device, [None])
+        numbers = self.choices.numbers.setdefault(device, [0])
+        streams = self.choices.streams.setdefault(device, [None])
         number = _next_number()
         if numbers[-1] == number:
             streams[-1] = stream
@@ -55,7 +55,7 @@ class ForwardStreams:
         if len(numbers) > _MOST_CHOICES:
             del numbers[1 : _MOST_CHOICES // 2], streams[1 : _MOST_CHOICES // 2]
         # a thread that only copied on its stream, as loaders do, has made no operation of autograd's
-        if number or any(latest is not None for *_, latest in self._choices.streams.values()):
+        if number or any(latest is not None for *_, latest in self.choices.streams.values()):
             self._threads.add(threading.get_ident())
         else:
             self._threads.discard(threading.get_ident())
@@ -68,16 +68,6 @@ class ForwardStreams:
         if host.backward_pass is not None:  # of a node whose own backward pass it is
             callers |= host.backward_pass.current
         return BackwardStreams(self, callers, clock)
-
-    def has_choices(self, device: int) -> bool:
-        """Whether this thread ever chose a stream of the device."""
-        return device in self._choices.numbers
-
-    def stream_of(self, device: int, node: Any, otherwise: int | None) -> int | None:
-        number = node._sequence_nr()
-        if number >= _UNNUMBERED:
-            return otherwise
-        return self._choices.streams[device][bisect_right(self._choices.numbers[device], number) - 1]
 
     def is_of_several_threads(self) -> bool:
         """Whether operations of other threads may be in the graph: their numbers mean nothing in this thread."""
@@ -98,11 +88,14 @@ class BackwardStreams:
 
     def stream(self, device: int, chosen: int | None) -> int | None:
         """For the operator that runs now, where the thread has `chosen` a stream: a hook may have done so itself."""
-        if device in self._before_hook or not self._forward.has_choices(device):
+        choices = self._forward.choices
+        if device in self._before_hook or device not in choices.numbers:
             return chosen
         node = _current_node()
-        before = self.current.get(device, self._callers.get(device))
-        stream = before if node is None else self._forward.stream_of(device, node, before)
+        number = _UNNUMBERED if node is None else node._sequence_nr()
+        stream = before = self.current.get(device, self._callers.get(device))
+        if number < _UNNUMBERED:
+            stream = choices.streams[device][bisect_right(choices.numbers[device], number) - 1]
         if stream != before:
             self.current[device] = stream
             self._forward.choose(device, stream)  # also for operations that are made now, to go back again

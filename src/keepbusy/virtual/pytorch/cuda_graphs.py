@@ -108,7 +108,7 @@ class CUDAGraph:
                 stacklevel=2,
             )
         if not self._keep_graph:
-            self._instantiate(self._graph)
+            self.instantiate()
 
     # after the capture
 
@@ -121,9 +121,6 @@ class CUDAGraph:
         graph = self._captured("capture_end() must have been called before calling instantiate")
         if self._ready and not self._keep_graph:
             raise RuntimeError("instantiate() is intended to be called by the user only when keep_graph=true")
-        self._instantiate(graph)
-
-    def _instantiate(self, graph: Graph) -> None:
         self._ready = True
         MACHINE.clock.instantiate(graph)
 
@@ -138,7 +135,7 @@ class CUDAGraph:
         if self._tracker is not None:
             self._tracker.check_alive(self.pool())
         if not self._ready:
-            self._instantiate(graph)
+            self.instantiate()
         with DeviceCall("cudaGraphLaunch") as place:
             pinned_uses.forget_all_copied()
             MACHINE.memory.accesses.replay(self._uses, MACHINE.stream(self._device), place)
@@ -146,7 +143,7 @@ class CUDAGraph:
                 recording.begin()
             MACHINE.clock.replay(graph, MACHINE.stream(self._device))
             if recording is not None:
-                recording.finish()
+                recording.play()
 
     def reset(self) -> None:
         if self._graph is not None:

@@ -143,7 +143,7 @@ class Recording:
         so_far = len(self._steps)
 
         def catch_up() -> None:
-            self._play(so_far)
+            self.play(so_far)
             does()
 
         return catch_up
@@ -153,12 +153,10 @@ class Recording:
         for place, (generator, state) in self._states.items():
             self._replayed_states[place, state.numpy().tobytes()] = state_of(generator)
 
-    def finish(self) -> None:
-        """Play what has not been played since `begin`."""
-        self._play(len(self._steps))
-
-    def _play(self, until: int) -> None:
-        steps, self._played = self._steps[self._played : until], until
+    def play(self, until: int | None = None) -> None:
+        """Play the steps that have not been played since `begin`: all, or those before the step of that number."""
+        steps = self._steps[self._played : until]
+        self._played += len(steps)
         c = torch._C  # the program's own modes see nothing of what happens on the device
         with (
             torch.inference_mode(False), torch.no_grad(),
