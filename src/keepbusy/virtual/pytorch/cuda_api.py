@@ -121,6 +121,8 @@ class Stream:
     """An in-order queue of one device; two objects of the same queue are equal."""
 
     lane: int
+    stream_id: int
+    """The same, as PyTorch calls it."""
     device_index: int
     priority: int
 
@@ -135,16 +137,12 @@ class Stream:
     @classmethod
     def _of(cls, index: int, lane: int, priority: int = 0) -> Self:
         stream = object.__new__(cls)
-        stream.device_index, stream.lane, stream.priority = index, lane, priority
+        stream.device_index, stream.lane, stream.stream_id, stream.priority = index, lane, lane, priority
         return stream
 
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", self.device_index)
-
-    @property
-    def stream_id(self) -> int:
-        return self.lane
 
     @property
     def cuda_stream(self) -> int:
@@ -276,10 +274,6 @@ def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
     return [tensor.to(torch.device("cuda", device), non_blocking=True) for device in devices]
 
 
-def _broadcast_out(tensor: Tensor, out: list[Tensor]) -> list[Tensor]:
-    return [target.copy_(tensor, non_blocking=True) for target in out]
-
-
 def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
     """All tensors on each device, sent in a few large buffers; the first device has them already."""
     results = [list(tensors)]
@@ -331,11 +325,6 @@ def _resize_storage(storage: Any, size: int) -> Any:
     else:
         _logical_sizes[storage._cdata] = size
     return storage
-
-
-def _load_storage(storage: Any, location: str) -> Any:
-    """For `torch.load`: what was saved from a device, or is mapped to one."""
-    return _storage_to_device(storage, torch.device(location)) if location.startswith("cuda") else None
 
 
 # Whether the program has touched a device yet: device meshes choose a process's device by its rank, unless it has.
@@ -423,11 +412,6 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     **{name: _constant(value) for name, value in _ANSWERS["native"].items()},
     "_show_config": _show_config,
     "_cuda_getDeviceCount": lambda: CURRENT.count,
-    "_cuda_getDevice": lambda: CURRENT.device,
-    "_cuda_setDevice": _set_device,
-    "_cuda_exchangeDevice": CURRENT.change,
-    "_cuda_maybeExchangeDevice": CURRENT.change,
-    "_cuda_synchronize": synchronize,
     "_cuda_getCurrentStream": lambda device=-1: _numbers(current_stream(device)),
     "_cuda_getDefaultStream": lambda device=-1: _numbers(default_stream(device)),
     "_cuda_setStream": lambda stream_id, device_index, device_type=None: set_stream(
@@ -440,34 +424,35 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     "_cuda_set_sync_debug_mode": _set_sync_debug,
     "_cuda_get_sync_debug_mode": lambda: _SyncDebug.mode,
     "_cuda_sleep": _sleep,
-    "_cuda_emptyCache": _empty_cache,
-    "_cuda_memoryStats": _of_memory("stats"),
-    "_cuda_resetPeakMemoryStats": _of_memory("reset_peak"),
-    "_cuda_resetAccumulatedMemoryStats": _of_memory("reset_accumulated"),
     "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
     "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
     "_nccl_version_suffix": _constant(b""),
-    "_accelerator_emptyCache": _empty_cache,
-    "_accelerator_getDeviceStats": _of_memory("stats"),
-    "_accelerator_resetPeakStats": _of_memory("reset_peak"),
-    "_accelerator_resetAccumulatedStats": _of_memory("reset_accumulated"),
     "_accelerator_getMemoryInfo": _of_memory("info"),
     "_accelerator_getStream": current_stream,
     "_accelerator_setStream": set_stream,
-    "_accelerator_synchronizeDevice": synchronize,
-    "_accelerator_setDeviceIndex": _set_device,
-    "_accelerator_getDeviceIndex": lambda: CURRENT.device,
-    "_accelerator_exchangeDevice": CURRENT.change,
-    "_accelerator_maybeExchangeDevice": CURRENT.change,
-    "_accelerator_getAccelerator": lambda: torch.device("cuda"),
-    "_get_accelerator": lambda _check=None: torch.device("cuda"),
     "_scatter": _scatter,
     "_scatter_out": _scatter_out,
     "_gather": _gather,
     "_gather_out": _gather_out,
     "_broadcast": _broadcast,
-    "_broadcast_out": _broadcast_out,
+    "_broadcast_out": lambda tensor, out: [target.copy_(tensor, non_blocking=True) for target in out],
     "_broadcast_coalesced": _broadcast_coalesced,
+    **{
+        name: answer
+        for names, answer in (
+            ("_cuda_synchronize _accelerator_synchronizeDevice", synchronize),
+            ("_cuda_getDevice _accelerator_getDeviceIndex", lambda: CURRENT.device),
+            ("_cuda_setDevice _accelerator_setDeviceIndex", _set_device),
+            ("_cuda_exchangeDevice _accelerator_exchangeDevice", CURRENT.change),
+            ("_cuda_maybeExchangeDevice _accelerator_maybeExchangeDevice", CURRENT.change),
+            ("_cuda_emptyCache _accelerator_emptyCache", _empty_cache),
+            ("_cuda_memoryStats _accelerator_getDeviceStats", _of_memory("stats")),
+            ("_cuda_resetPeakMemoryStats _accelerator_resetPeakStats", _of_memory("reset_peak")),
+            ("_cuda_resetAccumulatedMemoryStats _accelerator_resetAccumulatedStats", _of_memory("reset_accumulated")),
+            ("_get_accelerator _accelerator_getAccelerator", _constant(torch.device("cuda"))),
+        )
+        for name in names.split()
+    },
 }
 """In `torch._C`."""
 _PYTHON: dict[str, Callable[..., Any]] = {
@@ -529,7 +514,12 @@ def patch() -> None:
         torch.accelerator.Graph = AcceleratorGraph
     _Storage.cuda, _Storage.resize_, _Storage.clone = _storage_to_device, _resize_storage, _clone_storage
     _Storage.size = _Storage.nbytes = _logical_size_of
-    torch.serialization.register_package(5, lambda _storage: None, _load_storage)
+    # for `torch.load`: what was saved from a device, or is mapped to one
+    torch.serialization.register_package(
+        5,
+        lambda _storage: None,
+        lambda storage, place: _storage_to_device(storage, torch.device(place)) if place.startswith("cuda") else None,
+    )
 
 
 def replace_everywhere(owner: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
