@@ -139,12 +139,6 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         known, of_host = dist.distributed_c10d._world.pg_group_ranks.get(self), MACHINE.device.wire.devices
         return len({rank // of_host for rank in known}) if known else -(-self.members // of_host)
 
-    def size(self) -> int:
-        return self.members
-
-    def rank(self) -> int:
-        return self.index
-
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
         # of one named gloo DDP's logger asks for native gloo
         return OUR_BACKENDS["gloo"] if self._by_host else self.backend
@@ -181,10 +175,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         meet: Callable[[int], int] | None = None, sends: bool = True, peer: int = -1,
         agree: Callable[[int], int] | None = None, writes: bool = True,
     ) -> Handle:  # fmt: skip
-        """`does` gets the tensors as host tensors and moves their values. `sends`: this rank's are among them.
-
-        `peer`: the other rank of a message. `meet` and `agree`: the latest arrival, and whether both have values.
-        """
+        """`does` moves the values of the tensors, seen by the host. `sends`: this rank's are among them. `peer`: the
+        other rank of a message. `meet` and `agree`: the latest arrival, and whether both have values."""
         flat = tensors_in(tensors)
         if self._stays_on_host(flat):
             return does(*tensors) or Handle(result)
@@ -275,11 +267,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         does, is_root = getattr(self.gloo, name), options.rootRank == self.index
         sends = name != "broadcast" or is_root
         writes = {"broadcast": not is_root, "reduce": is_root, "gather": is_root}.get(name, True)
-
-        def move(*on_host: Any) -> Any:
-            return does(*on_host, options)
-
-        return self._run(name, tensors[0], [*tensors], move, sends=sends, writes=writes)
+        return self._run(
+            name, tensors[0], [*tensors], lambda *on_host: does(*on_host, options), sends=sends, writes=writes
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
@@ -313,10 +303,11 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def all_to_all_single(
         self, output: Tensor, given: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Handle:
-        def exchange(out: Tensor, own: Tensor) -> Any:
-            return self.gloo.alltoall_base(out, own, out_sizes or [], in_sizes or [], dist.AllToAllOptions())
-
-        return self._run("all_to_all", [output], [output, given], exchange)
+        sizes = out_sizes or [], in_sizes or []
+        return self._run(
+            "all_to_all", [output], [output, given],
+            lambda out, own: self.gloo.alltoall_base(out, own, *sizes, dist.AllToAllOptions()),
+        )  # fmt: skip
 
     alltoall_base = all_to_all_single
 
@@ -379,11 +370,11 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             self.gloo.recv([received], peer, tag + beside).wait()
             return int(received.item())
 
-        def receive(on_host: list[Tensor]) -> Any:
-            return self.gloo.recv(on_host, peer, tag)
-
         meet, agree = partial(hear, beside=_TIME_TAG), partial(hear, beside=_KNOWN_TAG)
-        return self._run("recv", tensors, [tensors], receive, meet, sends=False, peer=peer, agree=agree)
+        return self._run(
+            "recv", tensors, [tensors], lambda on_host: self.gloo.recv(on_host, peer, tag), meet, sends=False,
+            peer=peer, agree=agree,
+        )  # fmt: skip
 
     def _start_coalescing(self, device: Any) -> None:
         """What is said as one goes one by one here: the values are the same."""
@@ -419,10 +410,10 @@ PATIENCE = 10.0
 def _see_messages_off() -> None:
     """A rank that is done ends once its messages are taken; one that failed ends at once."""
     until = monotonic() + (0.0 if hasattr(sys, "last_value") else PATIENCE)
-    while _posted and (left := until - monotonic()) > 0:
+    while _posted and (remaining := until - monotonic()) > 0:
         work, _ = _posted.pop()
         with contextlib.suppress(RuntimeError):  # nobody asks for it any more
-            work.wait(timedelta(seconds=left))
+            work.wait(timedelta(seconds=remaining))
 
 
 class OneForAll:
