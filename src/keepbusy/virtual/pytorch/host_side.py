@@ -41,7 +41,7 @@ from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.machine import CURRENT, MACHINE
 from keepbusy.virtual.pytorch import OPERATORS, pinned_uses
 from keepbusy.virtual.pytorch.randomness import refuse_generator
-from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, pinned_copy, tensors_in, to_host
+from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, is_pinned, pin, tensors_in, to_host
 
 _LOADER = "enumerate(DataLoader)#"
 
@@ -132,7 +132,9 @@ def _make_on_its_device(native: Callable[..., Any], tensor: Tensor, *args: Any, 
 
 def _pin_memory(_native: Callable[..., Any], tensor: Tensor, device: Any = None) -> Tensor:
     with HostOperator("aten::pin_memory"):
-        return pinned_copy(tensor)
+        if tensor.device.type != "cpu":
+            raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+        return tensor if is_pinned(tensor) else pin(tensor.detach().clone(memory_format=torch.preserve_format))
 
 
 def _pickle(native: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
@@ -177,10 +179,8 @@ def _begins_step(module: torch.nn.Module) -> bool:
 
 
 def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The outermost modules' forward passes mark the steps of a program without an optimizer, round by round.
-
-    What stands for `Module.__call__` calls the module `self`: by that name PyTorch's profiler looks for it there.
-    """
+    """The outermost modules' forward passes mark the steps of a program without an optimizer. PyTorch's profiler looks
+    for the module by the name `self`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         MACHINE.clock.spend(MACHINE.device.host.module)
@@ -249,11 +249,10 @@ def _compile_module(*given: Any, **options: Any) -> None:
 
 # A loader's worker processes: each says how long it was at work on a batch, whatever it had to wait for.
 #
-# They run on while our clock stands still: how long the program really waits for a batch says nothing. But a worker
-# knows how long it was at work on one, and the rest follows: it begins with a batch when it was asked for it and is
-# done with the one before. It writes that into a pipe that all workers inherit. Where it does not, because it was not
-# forked or the pipe is full, a batch is there when it really is. A modelled clock takes none of it, and says what it
-# leaves out.
+# They run on while our clock stands still, so real waits for a batch say nothing. A worker writes how long it was at
+# work on a batch into a pipe that all workers inherit. It began once it was asked and done with the batch before. If it
+# writes nothing, because it was not forked or the pipe is full, the real wait counts. A modelled clock counts none of
+# it, and says what it leaves out.
 
 
 class Worker:
@@ -457,7 +456,10 @@ def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
     taken, given = tensors_in(args), tensors_in(made if made is not None else args[1:])
     if name in ("__get__", "__set__", "backward") or torch.jit.is_tracing():
         return
-    if not given or not all(_is_of_host(tensor) for tensor in (*taken, *given)):
+    if not given or not all(
+        tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) in (Tensor, Parameter)
+        for tensor in (*taken, *given)
+    ):
         return
     name = name.removeprefix("__").removesuffix("__")
     duration = time_of(MACHINE.device, name, taken if made is not None else given, given)
@@ -469,10 +471,6 @@ def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
     else:
         with HostOperator(f"aten::{name}"):
             MACHINE.clock.work(duration)
-
-
-def _is_of_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) in (Tensor, Parameter)
 
 
 def time_of(device: Device, name: str, taken: list[Tensor], given: list[Tensor]) -> int:

@@ -28,7 +28,6 @@ from keepbusy.virtual.pytorch.tensors import (
     map_tensors,
     pieces,
     sparse_like,
-    sparse_to_host,
     tensors_in,
     to_host,
 )
@@ -85,8 +84,11 @@ class _Operands:
         if tensor.layout is torch.sparse_coo:
             if not VALUES.real:
                 raise NotImplementedError("Sparse tensors are nothing without their values: run without --values none.")
+            if self.recorded:
+                raise NotImplementedError("keepbusy's virtual GPU captures no sparse tensors in CUDA graphs.")
             self.with_sparse_tensor = True
-            host = sparse_to_host(tensor, self.recorded).clone()  # written into, it may get pieces of the host's own
+            # a copy: written into, it may get pieces of the host's own
+            host = sparse_like(tensor, *map(to_host, pieces(tensor))).clone()
             self.inputs += [host._indices(), host._values()]
             return host
         host = MACHINE.lasting(tensor) if self.recorded else to_host(tensor) if VALUES.real else tensor
@@ -112,10 +114,8 @@ def _on_two_devices(name: str, device: str, other: str) -> RuntimeError:
 
 
 def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, list[Any]]:
-    """The device of a list in a plain call, and the list as the host sees it. `shapes`: whether its numbers may matter.
-
-    _NO_TENSORS for one without tensors, NONE for one that is not plain.
-    """
+    """The device of a list (or `_NO_TENSORS`, or NONE if it is not plain), and the list as the host sees it. `shapes`:
+    whether its numbers may matter."""
     if given and isinstance(given[0], Tensor):
         devices = {tensor.get_device() if isinstance(tensor, Tensor) else NONE for tensor in given}
         if len(devices) > 1 or devices == {NONE}:
@@ -153,10 +153,7 @@ class _KnownCall(NamedTuple):
 
 
 class Kernel:
-    """One overload on the virtual device, and what its schema says: where tensors stand, what it writes and returns.
-
-    `on_host`: how the host computes it, where PyTorch's own kernel for the host is none, or another one.
-    """
+    """One overload on the virtual device. `on_host`: how the host computes it, if not by PyTorch's own kernel."""
 
     def __init__(
         self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None, dense: bool = True
@@ -223,10 +220,8 @@ class Kernel:
             host.resume()
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, list[Any]]:
-        """The key, the device and the host's arguments of a call on tensors of one device, beside numbers and the like.
-
-        Whatever the kernels may depend on joins the key, and which arguments are numbers: so does what the host calls.
-        """
+        """The key, the device and the host's arguments of a call on tensors of one device and plain values. The key has
+        all that the kernels, and what the host calls, may depend on."""
         key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
         device, host_args = -1, list(args)
         for at, argument in enumerate(args):
@@ -398,10 +393,7 @@ class Kernel:
         return self.native
 
     def _make_resizable(self, kwargs: dict[str, Any]) -> bool:
-        """Results that are too small for what is written into them get memory of their own, which may grow.
-
-        Their shape was changed already when the memory could not grow.
-        """
+        """Give results that were reshaped, and are too small now, memory of their own, which may grow."""
         outs = [out for name, out in kwargs.items() if name in self.written and isinstance(out, Tensor)]
         small = [out for out in outs if out.nbytes > out.untyped_storage().nbytes()]
         for out in small:
@@ -448,11 +440,8 @@ class Kernel:
         return tensors_in([args[at] if at < len(args) else kwargs.get(name) for name, at in self.writes])
 
     def waits(self, args: Sequence[Any]) -> str:
-        """The operator for which the host waits within this call, if it does.
-
-        Indexing with a mask looks for its ones first, unless a single value is written, without knowing how many. Of
-        labels the largest is looked for, unless the program says how many classes there are.
-        """
+        """The operator for which the host waits within this call, if it does: for the number of ones in a mask, unless
+        a single value is written there, and for the largest label, unless the number of classes is given."""
         if self.short in _WAITING or (self.short == "one_hot" and min(args[1:2], default=-1) < 0):
             return self.name
         if self.short in _INDEXING and any(

@@ -26,7 +26,6 @@ from keepbusy.virtual.pytorch.tensors import (
     CPU,
     SPARSE_KEYS,
     VALUES,
-    as_seen,
     computed,
     is_pinned,
     map_tensors,
@@ -247,10 +246,12 @@ def _write(target: Tensor, source: Tensor) -> None:
 
 
 def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
-    """As a host tensor, and as one that lasts where a graph will use it again."""
+    """As a host tensor, with its conjugate and negative bits; as one that lasts where a graph will use it again."""
     if not tensor.is_cuda:
         return tensor
-    return as_seen(to_host(tensor) if recording is None else MACHINE.lasting(tensor), tensor)
+    host = to_host(tensor) if recording is None else MACHINE.lasting(tensor)
+    host = torch._conj(host) if tensor.is_conj() else host
+    return torch._neg_view(host) if tensor.is_neg() else host
 
 
 def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool, place: int) -> None:

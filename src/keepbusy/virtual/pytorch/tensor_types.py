@@ -18,10 +18,7 @@ from keepbusy.program.patches import Patches
 
 
 class TensorType(type):
-    """The tensors of the device of one type: made of sizes or of values, and known to `isinstance`.
-
-    Native code knows such a class by its whole name, `torch.cuda.FloatTensor`; Python sees the last part of it.
-    """
+    """The tensors of the device of one type, as `torch.cuda.FloatTensor`: native code goes by its whole name."""
 
     __name__ = property(lambda cls: cls.on_host.__name__)
     dtype: torch.dtype

@@ -41,13 +41,6 @@ def to_host(tensor: Tensor) -> Tensor:
     return _from_capsule(capsule)
 
 
-def as_seen(host: Tensor, tensor: Tensor) -> Tensor:
-    """A host tensor with the conjugate and negative bits of another: for copies, which those keys let through."""
-    if tensor.is_conj():
-        host = torch._conj(host)
-    return torch._neg_view(host) if tensor.is_neg() else host
-
-
 def to_device(tensor: Tensor, index: int) -> Tensor:
     """The same memory as a tensor of a device. Nothing is accounted for: see `memory`."""
     if tensor.layout is not torch.strided:
@@ -90,12 +83,6 @@ def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.redispatch(SPARSE_KEYS, tensor) for part in (_aten._indices.default, _aten._values.default))
 
 
-def sparse_to_host(tensor: Tensor, in_capture: bool) -> Tensor:
-    if in_capture:
-        raise NotImplementedError("keepbusy's virtual GPU captures no sparse tensors in CUDA graphs.")
-    return sparse_like(tensor, *(to_host(piece) for piece in pieces(tensor)))
-
-
 def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     """Made of other parts, and on their device."""
     return _aten._sparse_coo_tensor_with_dims_and_tensors.default.redispatch(
@@ -118,8 +105,8 @@ def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
 class Pages:
     """Bytes that results hold in memory of the host, and how many of them were touched at once so far.
 
-    The C library hands out again what was freed, which is fast. What was never touched the kernel maps first, page by
-    page, and that takes several times as long as the copy itself. Large blocks it maps anew each time.
+    The kernel maps untouched memory page by page, which takes several times as long as a copy. Memory that was freed
+    is touched, but for large blocks.
     """
 
     def __init__(self, mapped: int) -> None:
@@ -182,10 +169,8 @@ def native_pins() -> None:
 
 
 def native_is_pinned(address: int) -> bool:
-    """What native code hears of an address: DDP looks whether the memory that it has just taken is pinned.
-
-    An address that we do not know is that memory only within the call that took it.
-    """
+    """What native code hears of an address. DDP asks about memory that it has just taken, whose address nobody told us:
+    an unknown address is that memory within the call that took it."""
     if _is_pinned_address(address):
         return True
     thread = get_ident()
@@ -224,22 +209,14 @@ def host_unregister(address: int) -> int:
     return 0
 
 
-def pinned_copy(tensor: Tensor) -> Tensor:
-    """What `Tensor.pin_memory` returns."""
-    if tensor.device.type != "cpu":
-        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
-    return tensor if is_pinned(tensor) else pin(tensor.detach().clone(memory_format=torch.preserve_format))
-
-
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
 # Runs without values: shapes come from PyTorch's meta kernels, and memory is reserved but never touched.
 #
-# Whatever the device is asked for reads as zero, but for the little that came from the host and was not changed: sizes,
-# indices and objects that ranks tell each other. Where a shape depends on values, half of what is possible is taken:
-# half of a mask is true.
+# Tensors of the device read as zero, unless they came from the host, are small and were not changed, as sizes, indices
+# and objects of other ranks. Where a shape depends on values, half of what is possible is taken.
 
 _OUTLINES: dict[Any, Any] = {}
 _MAX_OUTLINES = 20_000
@@ -301,8 +278,7 @@ def zeroed(host: Tensor) -> Tensor:
     if size <= CARRIED_SIZE:
         return host.zero_()
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=host.dtype).as_strided(host.shape, host.stride())
 
 
@@ -313,32 +289,23 @@ def computed(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, 
     if found is _OUTLINES:
         if len(_OUTLINES) > _MAX_OUTLINES:
             _OUTLINES.clear()
-        found = _OUTLINES[key] = _outlines(call, short, *map(_outlined, (args, kwargs)))
+        args, kwargs = _outlined(args), {name: _outlined(option) for name, option in kwargs.items()}
+        if short in _BY_VALUES:
+            found = _BY_VALUES[short](*args, **kwargs)
+        elif short in _INDEXING:
+            found = call(*map(_without_masks, args), **kwargs)
+        else:
+            found = call(*args, **kwargs)
+        if short == "convolution":  # which keeps the layout of its images or filters; meta kernels forget it
+            last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(found.dim(), torch.contiguous_format)
+            if any(it.is_contiguous(memory_format=last) and not it.is_contiguous() for it in args[:2]):
+                found = found.contiguous(memory_format=last)
+        _OUTLINES[key] = found
     return map_tensors(reserved, found)
-
-
-def _outlines(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """As outlines or plain values."""
-    guess = _BY_VALUES.get(short)
-    if guess is not None:
-        return guess(*args, **kwargs)
-    found = call(*[_without_masks(argument) if short in _INDEXING else argument for argument in args], **kwargs)
-    return _with_layout(found, args[:2]) if short == "convolution" else found
-
-
-def _with_layout(result: Tensor, given: Any) -> Tensor:
-    """Convolutions keep the layout of their images or filters; meta kernels forget it."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim())
-    if last is None:
-        return result
-    in_layout = (tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous() for tensor in given)
-    return result.contiguous(memory_format=last) if any(in_layout) else result
 
 
 def _outlined(given: Any) -> Any:
     """A number in a tensor of the host may stand beside outlines of any device."""
-    if isinstance(given, dict):
-        return {name: _outlined(option) for name, option in given.items()}
     return map_tensors(lambda tensor: outline(tensor) if tensor.is_cuda or tensor.dim() else tensor, given)
 
 
@@ -382,10 +349,6 @@ def _unique(tensor: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor
     return _outline((count,), tensor.dtype), _outline(tuple(tensor.shape)), _outline((count,))
 
 
-def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    return _outline((max(1, minlength),), torch.int64 if weights is None else torch.float64)
-
-
 _INDEXING = ("index", "_unsafe_index")
 _BY_VALUES: dict[str, Callable[..., Any]] = {
     "nonzero": lambda tensor: _outline((_half(tensor.numel()), tensor.dim())),
@@ -394,7 +357,9 @@ _BY_VALUES: dict[str, Callable[..., Any]] = {
     "repeat_interleave": lambda tensor, *, output_size=None: _outline(
         (tensor.numel() if output_size is None else output_size,)
     ),
-    "bincount": _bincount,
+    "bincount": lambda tensor, weights=None, minlength=0: _outline(
+        (max(1, minlength),), torch.int64 if weights is None else torch.float64
+    ),
     "equal": lambda *_args: False,
     # labels read as zero, so the largest is the first class
     "one_hot": lambda tensor, classes=-1: _outline((*tensor.shape, max(1, classes))),
