@@ -72,27 +72,21 @@ class Sizes:
     product: int = 8192
 
 
-def measure(
-    sizes: Sizes | None = None,
-    now: Callable[[], int] = time.perf_counter_ns,
-    on_progress: Callable[[str], object] = lambda _what: None,
-) -> MachineFigures:
+def measure(sizes: Sizes | None = None, now: Callable[[], int] = time.perf_counter_ns) -> MachineFigures:
     """Measure the current device. It should be idle, and so should its host."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     sizes, largest = sizes or Sizes(), properties.total_memory // 10
     copied, streamed = min(sizes.copied, largest), min(sizes.streamed, largest)
-    on_progress("launches")
     small = torch.ones(16, device="cuda")
     launch, view = _host_time(lambda: small.mul_(1), now), _host_time(lambda: small.view(4, 4), now)
     read = _host_time(small[0].item, now, calls=1, rounds=4 * ROUNDS)
-    on_progress("memory")
     malloc, free = _driver_calls(now)
-    on_progress("copies")
     begun = now()
     torch.empty(copied, dtype=torch.uint8, device="cpu", pin_memory=True)  # once: what was pinned before is kept
     pinning = (now() - begun) / copied
     inward, home = _copies(copied)
-    on_progress("matrix products")
+    source = torch.zeros(streamed // 4, device="cuda")  # more than any cache holds
+    target = torch.empty_like(source)
     return MachineFigures(
         name=properties.name,
         capability=(properties.major, properties.minor),
@@ -108,7 +102,7 @@ def measure(
         to_host=home[0],
         pageable_to_device=inward[1],
         pageable_to_host=home[1],
-        bandwidth=_bandwidth(streamed),
+        bandwidth=2 * streamed / _device_time(lambda: torch.mul(source, 2, out=target)),
         products={dtype: _product(dtype, sizes.product) for dtype in DTYPES},
     )
 
@@ -169,13 +163,6 @@ def _copies(size: int) -> tuple[tuple[float, float], tuple[float, float]]:
         both(lambda host: device.copy_(host, non_blocking=True)),
         both(lambda host: host.copy_(device, non_blocking=True)),
     )
-
-
-def _bandwidth(size: int) -> float:
-    """Bytes read and written a nanosecond, by an operator on more than any cache holds."""
-    source = torch.zeros(size // 4, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * size / _device_time(lambda: torch.mul(source, 2, out=target))
 
 
 def _product(dtype: str, size: int) -> float:
@@ -582,14 +569,19 @@ def _place(device: torch.device) -> RankPlace:
     about = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     bus = [getattr(about, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
     address = f"{bus[0]:04x}:{bus[1]:02x}:{bus[2]:02x}.0" if min(bus) >= 0 else ""
+    near = _read(f"/sys/bus/pci/devices/{address}/local_cpulist") if address else ""  # `0-3,8` as the kernel writes it
+    ends = [part.partition("-") for part in near.split(",") if part]
+    # `400 Gb/sec (4X NDR)` as the kernel writes it
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))
+    rates = [_read(port).partition(" ")[0] for port in ports]
     return RankPlace(
         host=f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".strip(),
         gpu=about.name if about else "",
         capability=about.major if about else 0,
         address=address,
         cpus=tuple(sorted(os.sched_getaffinity(0))),
-        near=_cpus(_read(f"/sys/bus/pci/devices/{address}/local_cpulist")) if address else (),
-        rdma=_ports(Path("/sys/class/infiniband")),
+        near=tuple(cpu for low, _, high in ends for cpu in range(int(low), int(high or low) + 1)),
+        rdma=tuple(round(float(rate) * 1e9 / 8) for rate in rates if rate.replace(".", "", 1).isdigit()),
         topology=_topology() if about and os.environ.get("LOCAL_RANK", "0") == "0" else "",
         settings=tuple(sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(VARIABLES))),
     )
@@ -600,18 +592,6 @@ def _read(path: str | Path) -> str:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-def _cpus(listed: str) -> tuple[int, ...]:
-    """`0-3,8` as the kernel writes it."""
-    ends = [part.partition("-") for part in listed.split(",") if part]
-    return tuple(cpu for low, _, high in ends for cpu in range(int(low), int(high or low) + 1))
-
-
-def _ports(folder: Path) -> tuple[int, ...]:
-    """The kernel's `400 Gb/sec (4X NDR)`, in bytes a second."""
-    rates = [_read(path).partition(" ")[0] for path in sorted(folder.glob("*/ports/*/rate"))]
-    return tuple(round(float(rate) * 1e9 / 8) for rate in rates if rate.replace(".", "", 1).isdigit())
 
 
 def _topology() -> str:
