@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import NamedTuple
 
@@ -83,7 +83,9 @@ def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
         in_whole_run = _counted(known.counts, whole.known, sources)
         iterations = in_whole_run if samples is None else in_whole_run.moved(samples.gaps.recorded_alone)
         # Python counts calls of functions that hold a loop, and no others
-        iterations, in_whole_run = (its.with_calls(read.calls) for its in (iterations, in_whole_run))
+        iterations, in_whole_run = (
+            replace(its, calls={**read.calls, **its.calls}) for its in (iterations, in_whole_run)
+        )
     else:
         iterations = LoopIterations(read.ends, read.calls, read.unsure())
         in_whole_run = iterations if samples is None else iterations.moved(samples.gaps.real)
@@ -223,24 +225,23 @@ def _busy_until(timeline: Timeline, wires: Mapping[int, int]) -> BusyUntil:
     rows = np.flatnonzero((device != NONE) & (spans.kind != Kind.COPY))
     start = spans.start.copy()  # of a collective the wait for other ranks comes first
     start[list(wires)] = spans.end[list(wires)] - list(wires.values())
-    of_devices = [rows[device[rows] == number] for number in np.unique(device[rows])]
-    curves = [_work_curve(start[of_device], spans.end[of_device]) for of_device in of_devices]
+    curves = list[tuple[Ints, Ints]]()  # moments at which work begins or ends, and how much was done until then
+    for number in np.unique(device[rows]):
+        on_device = rows[device[rows] == number]
+        on_device = on_device[np.argsort(start[on_device], kind="stable")]
+        begin, end = start[on_device], np.maximum.accumulate(spans.end[on_device])
+        begins = np.flatnonzero(np.append(True, begin[1:] > end[:-1]))
+        begun, ended = begin[begins], end[np.append(begins[1:] - 1, len(end) - 1)]
+        done = np.cumsum(ended - begun)
+        curves.append(
+            (np.stack([begun, ended], axis=1).ravel(), np.stack([done - (ended - begun), done], axis=1).ravel())
+        )
 
     def busy_until(moments: Ints) -> NDArray[np.float64]:
         nothing = np.zeros(len(moments))
         return sum((np.interp(moments, *curve) for curve in curves), nothing) / max(1, len(curves))
 
     return busy_until
-
-
-def _work_curve(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Moments at which work begins or ends, and how much was done until then."""
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], np.maximum.accumulate(end[order])
-    begins = np.flatnonzero(np.append(True, start[1:] > end[:-1]))
-    begun, ended = start[begins], end[np.append(begins[1:] - 1, len(end) - 1)]
-    done = np.cumsum(ended - begun)
-    return np.stack([begun, ended], axis=1).ravel(), np.stack([done - (ended - begun), done], axis=1).ravel()
 
 
 def _busy_in_whole_run(where: Whereabouts, recorded: BusyUntil, gaps: LogGaps) -> BusyUntil:

@@ -69,9 +69,6 @@ class LoopIterations:
         ends = {loop: move(times) for loop, times in self.ends.items()}
         return replace(self, ends=ends, calls={code: move(times) for code, times in self.calls.items()})
 
-    def with_calls(self, others: Mapping[int, Ints]) -> LoopIterations:
-        return replace(self, calls={**others, **self.calls})
-
 
 def follows(ends: Ints, anew: Ints) -> Mask:
     """Of each iteration but the first, whether it follows the one before, with nothing in between."""

@@ -6,6 +6,8 @@ import ast
 import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 from types import CodeType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -28,64 +30,72 @@ class SourceLoop(NamedTuple):
     certain: tuple[range, ...] = ()
     """Lines that each turn passes whatever the program decides, statement by statement."""
 
-    def turns_at(self, iterates: bool, position: Position) -> bool:
-        """Whether a jump back to this instruction ends a turn. Others do not: a comprehension within a `for` has jumps
-        of its own, and an `except` goes back to what follows its `try`."""
-        first, last = self.begins
-        return self.iterates == iterates and (position in self.begins if iterates else first <= position < last)
+
+@dataclass
+class _Function:
+    """What the source of a function, or of a module, tells."""
+
+    tree: ast.AST
+    loops: list[SourceLoop]  # from the outside in
+    certain: tuple[range, ...]  # lines that each call passes
+
+    @cached_property
+    def deciding(self) -> set[int]:
+        return _deciding(self.tree)
 
 
 class SourceLoops:
     """The `for` and `while` loops of source files, and their decisions, by the function that holds them."""
 
     def __init__(self, read: Callable[[str], str]) -> None:
-        """`read` gives the text of a file; OSError where there is none."""
+        """`read` gives the text of a file; "" where there is none."""
         self._read = read
-        self._loops: dict[tuple[str, int], list[SourceLoop]] = {}  # of each function, by file and first line
-        self._trees: dict[tuple[str, int], ast.AST] = {}  # of functions of whose decisions nobody has asked yet
-        self._deciding: dict[tuple[str, int], set[int]] = {}
-        self._certain: dict[tuple[str, int], tuple[range, ...]] = {}
+        self._functions: dict[tuple[str, int], _Function] = {}  # by file and first line
         self._lines: dict[str, list[str]] = {}
+
+    def _function(self, code: CodeType) -> _Function:
+        """Without loops where its file went, or was never one."""
+        first = _first_line(code)
+        found = self._functions.get((code.co_filename, first))
+        if found is None:
+            tree = _tree_of(self._text(code.co_filename), code)
+            functions = (node for node in ast.walk(tree) if first and _begins_at(node) == first)
+            certain = tuple(_certain(getattr(next(functions, tree), "body", []), ast.Return | ast.Raise))
+            found = _Function(tree, [loop for owner, loop in _loops(tree, 0) if owner == first], certain)
+            self._functions[code.co_filename, first] = found
+        return found
 
     def around(self, code: CodeType, line: int) -> list[SourceLoop]:
         """The loops of this code that the line is in, from the outside in."""
-        return [loop for loop in self.of(code) if loop.first <= line <= loop.last]
-
-    def of(self, code: CodeType) -> list[SourceLoop]:
-        """All loops of this code, from the outside in; none where its file went, or was never one."""
-        owner = code.co_filename, _first_line(code)
-        if owner not in self._loops:
-            tree = _tree_of(self._text(code.co_filename), code)
-            self._loops[owner] = [loop for first, loop in _loops(tree, 0) if first == owner[1]]
-            self._trees[owner] = tree
-            functions = (one for one in ast.walk(tree) if owner[1] and _begins_at(one) == owner[1])
-            body = getattr(next(functions, tree), "body", [])
-            self._certain[owner] = tuple(_certain(body, ast.Return | ast.Raise))
-        return self._loops[owner]
+        return [loop for loop in self._function(code).loops if loop.first <= line <= loop.last]
 
     def is_certain(self, code: CodeType, line: int) -> bool:
         """Whether each call of this function passes the line, whatever the program decides."""
-        self.of(code)
-        return any(line in one for one in self._certain[code.co_filename, _first_line(code)])
+        return any(line in lines for lines in self._function(code).certain)
 
     def decides(self, code: CodeType, line: int) -> bool:
         """Whether this line works out by what the program chooses what it does next."""
-        owner = code.co_filename, _first_line(code)
-        if owner not in self._deciding:
-            self.of(code)
-            self._deciding[owner] = _deciding(self._trees.pop(owner))
-        return line in self._deciding[owner]
+        return line in self._function(code).deciding
 
     def of_jump(self, code: CodeType, target: int) -> SourceLoop | None:
-        """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not."""
+        """The loop whose turns begin at this instruction: a `for` asks for its next item there, a `while` does not.
+
+        Other jumps end no turn: a comprehension within a `for` has jumps of its own, and an `except` goes back to what
+        follows its `try`.
+        """
         if target >= len(code.co_code):  # its source is not here, so this code stands for another
             return None
         while dis.opname[code.co_code[target]] == "EXTENDED_ARG":  # what belongs to the instruction after it
             target += 2
         iterates = dis.opname[code.co_code[target]] in ("FOR_ITER", "GET_ANEXT")
-        position = _position_of(code, target)
+        line, _, column, _ = next(islice(code.co_positions(), target // 2, None))
+        position = line or code.co_firstlineno, column or 0
         # the first statement of an outer `while` may be an inner one: whose test is jumped to from there is the outer's
-        return next((loop for loop in self.around(code, position[0]) if loop.turns_at(iterates, position)), None)
+        for loop in self.around(code, position[0]):
+            first, last = loop.begins
+            if loop.iterates == iterates and (position in loop.begins if iterates else first <= position < last):
+                return loop
+        return None
 
     def text(self, file: str, line: int) -> str:
         lines = self._text(file)
@@ -93,10 +103,7 @@ class SourceLoops:
 
     def _text(self, file: str) -> list[str]:
         if file not in self._lines:
-            try:
-                self._lines[file] = self._read(file).splitlines()
-            except (OSError, ValueError):
-                self._lines[file] = []
+            self._lines[file] = self._read(file).splitlines()
         return self._lines[file]
 
 
@@ -133,31 +140,27 @@ def _first_line(code: CodeType) -> int:
 def _loops(node: ast.AST, owner: int) -> Iterator[tuple[int, SourceLoop]]:
     """Loops, each with the first line of the function that it stands in (0: of the module), from the outside in."""
     for child in ast.iter_child_nodes(node):
-        mine = _begins_at(child) or owner
         if isinstance(child, ast.For | ast.AsyncFor | ast.While):
-            last = child.body[-1].end_lineno or child.lineno
-            statements = tuple(one.lineno for one in _passed_in_order(child.body))
+            last, iterates = child.body[-1].end_lineno or child.lineno, not isinstance(child, ast.While)
+            statements = tuple(statement.lineno for statement in _passed_in_order(child.body))
             certain = (_head(child), *_certain(child.body, ast.Continue))
-            yield (
-                owner,
-                SourceLoop(child.lineno, last, not isinstance(child, ast.While), _begins(child), statements, certain),
-            )
-        yield from _loops(child, mine)
+            yield owner, SourceLoop(child.lineno, last, iterates, _begins(child), statements, certain)
+        yield from _loops(child, _begins_at(child) or owner)
 
 
 def _passed_in_order(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements, and those that a `with` holds."""
-    for one in body:
-        yield one
-        if isinstance(one, ast.With):
-            yield from _passed_in_order(one.body)
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.With):
+            yield from _passed_in_order(statement.body)
 
 
 def _begins_at(node: ast.AST) -> int:
     """The first line of a function; of anything else 0."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         return 0
-    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
 
 
 _CHOICES = ast.IfExp | ast.BoolOp | ast.comprehension | ast.Lambda
@@ -166,10 +169,10 @@ _OWN_BODIES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
 
 def _certain(body: Any, leaves: Any) -> Iterator[range]:
     """Of these statements the lines that are passed each time, up to the first one that `leaves` before the end."""
-    for one in _passed_in_order(body if isinstance(body, list) else [body]):
-        if not any(isinstance(inner, _CHOICES) for part in _parts_of_head(one) for inner in ast.walk(part)):
-            yield _head(one)
-        if not isinstance(one, ast.Return | ast.With) and _leaves(one, leaves):
+    for statement in _passed_in_order(body if isinstance(body, list) else [body]):
+        if not any(isinstance(inner, _CHOICES) for part in _parts_of_head(statement) for inner in ast.walk(part)):
+            yield _head(statement)
+        if not isinstance(statement, ast.Return | ast.With) and _leaves(statement, leaves):
             return
 
 
@@ -186,7 +189,7 @@ def _parts_of_head(node: Any) -> list[Any]:
     if isinstance(node, ast.If | ast.While):
         return [node.test]
     if isinstance(node, ast.With | ast.AsyncWith):
-        return [one.context_expr for one in node.items]
+        return [item.context_expr for item in node.items]
     return [] if hasattr(node, "body") else [node]
 
 
@@ -216,9 +219,8 @@ def _deciding(tree: ast.AST) -> set[int]:
         for body in (getattr(node, part, ()) for part in ("body", "orelse", "finalbody")):
             for assignment, after in pairwise(body if isinstance(body, list) else ()):
                 if isinstance(assignment, ast.Assign | ast.AnnAssign) and _chooses(after):
-                    stored = {
-                        name.id for name in ast.walk(assignment) if isinstance(name, ast.Name) and _is_stored(name)
-                    }
+                    names = (name for name in ast.walk(assignment) if isinstance(name, ast.Name))
+                    stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
                     if any(isinstance(name, ast.Name) and name.id in stored for name in ast.walk(after.test)):
                         tests.append(assignment)
     tested = [node for test in tests for node in ast.walk(test)]
@@ -243,8 +245,8 @@ def _chooses(node: ast.AST) -> TypeGuard[ast.If | ast.While]:
 
 def _can_wait(statement: ast.stmt) -> bool:
     inner = list(ast.walk(statement))
-    calls = {_called_name(one) for one in inner if isinstance(one, ast.Call)}
-    waits = calls <= _SAYS | _READS and not any(isinstance(one, _JUMPS) for one in inner)
+    calls = {_called_name(node) for node in inner if isinstance(node, ast.Call)}
+    waits = calls <= _SAYS | _READS and not any(isinstance(node, _JUMPS) for node in inner)
     return isinstance(statement, ast.Raise) or waits
 
 
@@ -252,26 +254,17 @@ def _called_name(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
 
-def _is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
-
-
 def _lines_of(node: ast.expr | ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def _begins(loop: ast.For | ast.AsyncFor | ast.While) -> tuple[Position, Position]:
-    here = loop.lineno, loop.col_offset
-    if not isinstance(loop, ast.While):
-        if isinstance(loop, ast.For) and sys.version_info >= (3, 13):  # it stands at what it iterates over
-            here = loop.iter.lineno, loop.iter.col_offset
-        return here, here
-    inner = getattr(loop.body[0], "body", None)  # of a compound statement only its head comes first
-    if inner:
-        return here, (inner[0].lineno, inner[0].col_offset)
-    return here, (loop.body[0].end_lineno or 0, loop.body[0].end_col_offset or 0)
-
-
-def _position_of(code: CodeType, instruction: int) -> Position:
-    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
-    return line or code.co_firstlineno, column or 0
+    head = loop.lineno, loop.col_offset
+    if isinstance(loop, ast.While):
+        inner = getattr(loop.body[0], "body", None)  # of a compound statement only its head comes first
+        if inner:
+            return head, (inner[0].lineno, inner[0].col_offset)
+        return head, (loop.body[0].end_lineno or 0, loop.body[0].end_col_offset or 0)
+    if isinstance(loop, ast.For) and sys.version_info >= (3, 13):  # it stands at what it iterates over
+        head = loop.iter.lineno, loop.iter.col_offset
+    return head, head
