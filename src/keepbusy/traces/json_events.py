@@ -24,7 +24,7 @@ import numpy.typing as npt
 from isal import igzip, isal_zlib
 
 from keepbusy.timeline.files import BadInput, opened
-from keepbusy.timeline.model import NONE, Ints, Mask
+from keepbusy.timeline.model import NONE, Ints
 from keepbusy.traces.kineto_names import ARGUMENTS, CUDA_MEMORY, MEMORY, MEMORY_ARGUMENTS
 
 OnProgress: TypeAlias = Callable[[str, float], Any]
@@ -235,7 +235,7 @@ class Batches:
     def _open(self) -> bytes:
         text = b""
         for block in self._blocks:
-            text = text + block if text else block[_begin_of(block) :]
+            text = text + block if text else block.removeprefix(_BOM).lstrip()
             start = _opening(self.path, text)
             if start != NONE:
                 self._before = text[: start - 1]
@@ -248,15 +248,21 @@ class Batches:
         raise self._without_events(text)
 
     def _whole_events(self, text: bytes) -> tuple[EventBatch, bytes]:
-        cut = _last_boundary(text)
-        rows = None if cut == NONE else self._together(text, cut)
-        return (rows, text[cut + 1 :]) if rows else self._whole_events_exactly(text)
+        """Up to a comma that probably parts two events, as late as possible."""
+        for window in _WINDOWS:
+            commas = [match.start(1) for match in _BOUNDARY.finditer(text, max(0, len(text) - window))]
+            if commas:
+                rows = self._together(text, commas[-1])
+                return (rows, text[commas[-1] + 1 :]) if rows else self._whole_events_exactly(text)
+        return self._whole_events_exactly(text)
 
     def _whole_events_exactly(self, text: bytes, patience: int = 1 << 20) -> tuple[EventBatch, bytes]:
         piece = scan(text)
         rows = self._together(text, piece.until)
         if rows is None or (piece.until == 0 and len(text) >= patience):
-            piece = _despite_faults(text, piece)
+            layout = _scan_layout(text)  # which stray quotes and brackets do not hide
+            if len(layout.events) > len(piece.events) and not _is_json(b"[%b]" % text[: piece.until]):
+                piece = layout
             rows = self.decoder.one_by_one([text[start:end] for start, end in piece.events])
         self._closed = piece.closing != NONE
         if self._closed and text[piece.closing : piece.closing + 1] != b"]":
@@ -374,12 +380,6 @@ def _opening(path: str, text: bytes) -> int:
     return NONE
 
 
-def _begin_of(text: bytes) -> int:
-    """Past a byte order mark and blanks."""
-    mark = len(_BOM) if text.startswith(_BOM) else 0
-    return len(text) - len(text[mark:].lstrip())
-
-
 def _facts_by_line(text: bytes) -> dict[str, Any]:
     """Kineto writes a fact a line and quotes none of the strings that users add, so some lines may be no JSON."""
     facts = {}
@@ -399,20 +399,18 @@ class _Decoder:
 
     def together(self, events: memoryview) -> EventBatch:
         """Events with commas between them, all sound; else raises one of _ERRORS."""
-        return self._sorted(self._decoded(b"".join((b"[", events, b"]"))))
-
-    def one_by_one(self, events: list[bytes]) -> EventBatch:
-        """Of these events the sound ones, and of the others those that can be repaired."""
-        return self._sorted([row for event in events if (row := self._repaired(event)) is not None])
-
-    def _decoded(self, events: bytes) -> list[Any]:
-        rows = self._many.decode(events)
+        text = b"".join((b"[", events, b"]"))
+        rows = self._many.decode(text)
         first = next((row for row in rows if type(row) is Complete), None)
         if self._kind is Complete and first is not None and first.ts > LARGEST_FLOAT_TIME:
             self._kind = ExactlyTimed
             self._many, self._one = msgspec.json.Decoder(list[_ExactRow]), msgspec.json.Decoder(_ExactRow)
-            return self._many.decode(events)
-        return rows
+            rows = self._many.decode(text)
+        return self._sorted(rows)
+
+    def one_by_one(self, events: list[bytes]) -> EventBatch:
+        """Of these events the sound ones, and of the others those that can be repaired."""
+        return self._sorted([row for event in events if (row := self._repaired(event)) is not None])
 
     def _repaired(self, event: bytes) -> Any:
         for attempt in _attempts(event):
@@ -460,12 +458,6 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _despite_faults(text: bytes, exact: _Piece) -> _Piece:
-    """Stray quotes and brackets hide where events end, but not from who knows Kineto's layout."""
-    layout = _scan_layout(text)
-    return layout if len(layout.events) > len(exact.events) and not _is_json(b"[%b]" % text[: exact.until]) else exact
-
-
 class _Piece(NamedTuple):
     """The whole events of a text that begins within a list: from where to where, and where the list is closed."""
 
@@ -505,16 +497,6 @@ def _scan_layout(text: bytes) -> _Piece:
     return _Piece(events, NONE if closing == NONE else closing + len(_LAST_EVENT_END) - 1)
 
 
-def _last_boundary(text: bytes) -> int:
-    """A comma that probably parts two events, as late as possible; NONE if there is none."""
-    for window in _WINDOWS:
-        begin = max(0, len(text) - window)
-        found = [match.start(1) for match in _BOUNDARY.finditer(text, begin)]
-        if found:
-            return found[-1]
-    return NONE
-
-
 def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:
     """Of each bracket outside strings: where it stands, which it is, and the depth after it."""
     if b"\\" in text:
@@ -522,14 +504,9 @@ def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:
     content = np.frombuffer(text, np.uint8)
     places = np.flatnonzero(_TELLING[content])
     characters = content[places]
-    outside = ~_within_string(characters)
-    step = np.where(outside, _DEPTH[characters], 0)
-    kept = step != 0
-    return places[kept], characters[kept], np.cumsum(step[kept])
-
-
-def _within_string(characters: npt.NDArray[Any]) -> Mask:
-    """JSON allows no line break in a string, so each line starts afresh: a stray quote harms one line only."""
+    # JSON allows no line break in a string, so each line starts afresh: a stray quote harms one line only
     quotes = np.cumsum(characters == ord('"'))
     before = np.maximum.accumulate(np.where(characters == ord("\n"), quotes, 0))
-    return ((quotes - before) & 1).astype(np.bool_)
+    step = np.where((quotes - before) & 1, 0, _DEPTH[characters])
+    kept = step != 0
+    return places[kept], characters[kept], np.cumsum(step[kept])

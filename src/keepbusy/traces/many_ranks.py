@@ -23,14 +23,7 @@ from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
 from keepbusy.timeline.steps import sample, whole_steps
 from keepbusy.traces.rank_timeline import timeline_of
-from keepbusy.traces.trace_file import (
-    DeviceEvents,
-    EachOf,
-    Trace,
-    each_of,
-    ranks_of,
-    read_trace,
-)
+from keepbusy.traces.trace_file import DeviceEvents, EachOf, Trace, each_of, ranks_of, read_trace
 
 Floats = npt.NDArray[np.float64]
 KEPT = 8
@@ -78,7 +71,11 @@ def _notes(faults: Sequence[BadInput], given: int, world: int) -> Iterator[str]:
 def _times(digests: Sequence[RankDigest], ranks: Sequence[int]) -> Iterator[RankTimes]:
     """Of each rank what it does by itself, and how it meets the others."""
     kinds = {kind: index for index, kind in enumerate(dict.fromkeys(one.kind for one in digests))}
-    together = met([_of_rank(one.collectives, rank) for one, rank in zip(digests, ranks, strict=True)])
+    collectives = [
+        one.collectives.change(lanes=tuple(lane._replace(rank=rank) for lane in one.collectives.lanes))
+        for one, rank in zip(digests, ranks, strict=True)
+    ]
+    together = met(collectives)
     spans, rank = together.spans, together.rank_of_rows
     parts = np.flatnonzero(spans.meeting != NONE)
     waits = (last_arrival(together) - spans.start)[parts]
@@ -98,10 +95,6 @@ def _times(digests: Sequence[RankDigest], ranks: Sequence[int]) -> Iterator[Rank
             last=round(float(last[index] / count[index]), 3),
             kind=kinds[one.kind],
         )
-
-
-def _of_rank(timeline: Timeline, rank: int) -> Timeline:
-    return timeline.change(lanes=tuple(lane._replace(rank=rank) for lane in timeline.lanes))
 
 
 def _median_of(meeting: npt.NDArray[Any], start: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -156,19 +149,16 @@ def _groups(times: Sequence[RankTimes], late: Floats, least: float) -> Iterator[
             yield [row for row in rows if row not in alone]
 
 
-def _by_distance(times: Sequence[RankTimes]) -> list[RankTimes]:
-    """Those first that are most like the others of their kind."""
-    own = {kind: [one.own for one in times if one.kind == kind] for kind in {one.kind for one in times}}
-    middle = {kind: float(np.median(mine)) for kind, mine in own.items()}
-    return sorted(times, key=lambda one: abs(one.own - middle[one.kind]))
-
-
 def _kept(times: Sequence[RankTimes], late: Sequence[Straggler]) -> list[int]:
     """Of each straggler its slowest rank, of each kind who is most like the others, then more of the largest kind."""
     of = {one.rank: one for one in times}
     first = [max(one.ranks, key=lambda rank: of[rank].own) for one in late[:KEPT_STRAGGLERS]]
     blamed = {rank for one in late for rank in one.ranks}
-    usual = _by_distance([one for one in times if one.rank not in blamed] or times)
+    usual = [one for one in times if one.rank not in blamed] or list(times)
+    own = {
+        kind: float(np.median([one.own for one in usual if one.kind == kind])) for kind in {one.kind for one in usual}
+    }
+    usual.sort(key=lambda one: abs(one.own - own[one.kind]))
     kinds = [one.kind for one in usual]
     of_kind = {one.kind: one.rank for one in reversed(usual)}
     often = sorted(of_kind, key=lambda kind: -kinds.count(kind))
@@ -200,15 +190,16 @@ def digest(path: str) -> RankDigest:
     meets = spans.kind == Kind.COLLECTIVE
     alone = whole.change_spans(work=np.where(meets, 0, spans.work))
     computes = whole.on_device & ~meets
-    met = Counter(zip(spans.name[meets].tolist(), spans.size[meets].tolist(), strict=True))
+    named_by_torch = _OF_HANDLER.match(Path(path).name)
+    often = Counter(zip(spans.name[meets].tolist(), spans.size[meets].tolist(), strict=True))
     return RankDigest(
         file=_outline(file),
         collectives=_collectives(timeline),
-        host=_host(file),
+        host=named_by_torch[1] if named_by_torch else "",
         step=round(pace(whole)),
         own=round(pace(alone)),
         computing=int(spans.work[computes].sum()) // steps,
-        kind=tuple(sorted((whole.names[name], size, round(often / steps)) for (name, size), often in met.items())),
+        kind=tuple(sorted((whole.names[name], size, round(count / steps)) for (name, size), count in often.items())),
     )
 
 
@@ -235,9 +226,3 @@ def _collectives(timeline: Timeline) -> Timeline:
         marks=np.zeros(0, np.int64),
         memory=MemoryUse.of(0),
     )
-
-
-def _host(file: Trace) -> str:
-    """By the name that torch gives the file."""
-    named = _OF_HANDLER.match(Path(file.path).name)
-    return named[1] if named else ""

@@ -385,7 +385,9 @@ def _stream_waits(trace: RankTrace, streams: _Streams, said: _NamedWaits) -> lis
     for when, correlation in zip(events.start[waits].tolist(), events.correlation[waits].tolist(), strict=True):
         if correlation in said:
             stream, source = said[correlation]
-            pairs += stream.bound_to(source, when) if stream and source != NONE else []
+            place = stream.next_after(when) if stream and source != NONE else NONE
+            if stream and 0 <= place < len(stream.row) and source < stream.row[place]:
+                pairs.append((source, stream.row[place]))
         else:
             pairs += _bound_by(known, when)
     return pairs
@@ -424,11 +426,6 @@ class _Stream:
         place = self.next_after(when)
         return self.row[place - 1] if place else NONE
 
-    def bound_to(self, source: int, when: int) -> list[tuple[int, int]]:
-        """What is issued next waits for this command."""
-        place = self.next_after(when)
-        return [(source, self.row[place])] if place < len(self.row) and source < self.row[place] else []
-
     def ended_by(self, start: int, last: int) -> tuple[int, int]:
         """The end and the row of the latest of the first `last` commands that had ended at `start`."""
         place = bisect.bisect_right(self.end, start + _CLOCK_JITTER, 0, last) - 1
@@ -443,25 +440,20 @@ class _Stream:
 def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
     """Who waited for whom: of each stream, what it issued after that moment may have waited for the others."""
     places = [(stream, stream.next_after(when)) for stream in streams]
-    waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda one: one[0].issued[one[1]])
-    found = (_tight_release(*pair, places) for pair in waiting)
-    assumed = (_assumed_releases(*pair, places) for pair in waiting)
-    return next(filter(None, found), []) or next(filter(None, assumed), [])
-
-
-def _tight_release(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
-    """A command that begins just as another stream's command ends has waited for it."""
-    begin = stream.start[place]
-    ended = [other.ended_by(begin, last) for other, last in places if other is not stream]
-    tight = [one for one in ended if begin - one[0] < _RELEASE_GAP and stream.held_up(place, one[0])]
-    return [(max(tight)[1], stream.row[place])] if tight else []
-
-
-def _assumed_releases(stream: _Stream, place: int, places: list[tuple[_Stream, int]]) -> list[tuple[int, int]]:
-    """Where none does, the stream that launches next is taken to wait for the last commands of the others, if its
-    times allow that; a release that did not bind costs nothing to assume."""
-    latest = [(other.end[last - 1], other.row[last - 1]) for other, last in places if other is not stream and last]
-    return [(row, stream.row[place]) for end, row in latest if end <= stream.start[place] + _CLOCK_JITTER]
+    waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda pair: pair[0].issued[pair[1]])
+    for stream, place in waiting:  # a command that begins just as another stream's command ends has waited for it
+        begin = stream.start[place]
+        ended = [other.ended_by(begin, last) for other, last in places if other is not stream]
+        tight = [(end, row) for end, row in ended if begin - end < _RELEASE_GAP and stream.held_up(place, end)]
+        if tight:
+            return [(max(tight)[1], stream.row[place])]
+    # where none does, the stream that launches next is taken to wait for the last commands of the others, if its times
+    # allow that; a release that did not bind costs nothing to assume
+    for stream, place in waiting:
+        latest = [(other.end[last - 1], other.row[last - 1]) for other, last in places if other is not stream and last]
+        if assumed := [row for end, row in latest if end <= stream.start[place] + _CLOCK_JITTER]:
+            return [(row, stream.row[place]) for row in assumed]
+    return []
 
 
 def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: _NamedWaits) -> list[tuple[int, int]]:

@@ -353,8 +353,11 @@ class Nest:
 def _nested_frames(trace: Trace, lanes: dict[int, int]) -> tuple[Frames, dict[int, Nest]]:
     """The frames of these threads, each on its lane, as one table, and the nest of each thread among them."""
     events = trace.events
-    each = [_rows_of(trace, thread) for thread in lanes]
-    rows, counts = np.concatenate(each), [len(one) for one in each]
+    each = list[Ints]()
+    for thread in lanes:
+        own = np.flatnonzero((events.thread == thread) & (_KIND_OF_CATEGORY[events.category] != NONE))
+        each.append(own[np.lexsort((-events.end[own], events.start[own]))])
+    rows, counts = np.concatenate(each), [len(own) for own in each]
     frames = Frames.of(
         len(rows),
         lane=np.repeat(list(lanes.values()), counts),
@@ -371,12 +374,6 @@ def _nested_frames(trace: Trace, lanes: dict[int, int]) -> tuple[Frames, dict[in
         nests[thread] = Nest(last - count, _parents(mine), mine.name, mine.role, mine.start, mine.end)
     parents = [np.where(nest.parent == NONE, NONE, nest.parent + nest.first) for nest in nests.values()]
     return frames.change(parent=np.concatenate(parents)), nests
-
-
-def _rows_of(trace: Trace, thread: int) -> Ints:
-    events = trace.events
-    rows = np.flatnonzero((events.thread == thread) & (_KIND_OF_CATEGORY[events.category] != NONE))
-    return rows[np.lexsort((-events.end[rows], events.start[rows]))]
 
 
 def _parents(frames: Frames) -> Ints:

@@ -262,24 +262,20 @@ class _Collector:
         complete, category = [complete[row] for row in rows.tolist()], category[rows]
         arguments, command = [row.args or _NO_ARGUMENTS for row in complete], category <= Category.FILL
         device = _either([one.device for one in arguments], [row.pid for row in complete], command)
+        collectives = [
+            self.collectives[_collective(one)] if is_kernel and isinstance(one.collective, str) else NONE
+            for is_kernel, one in zip((category == Category.KERNEL).tolist(), arguments, strict=True)
+        ]
         return DeviceEvents(
             event=self.count + rows,
             device=np.where(np.abs(device) < 1 << 31, device, NONE),
             stream=_either([one.stream for one in arguments], [row.tid for row in complete], command),
             size=_integers([one.size for one in arguments]),
             blocks=np.array([self.blocks[bytes(one.grid)] for one in arguments], np.int32),
-            collective=self._collectives(arguments, category),
+            collective=np.array(collectives, np.int64),
             awaited_stream=_integers([one.awaited_stream for one in arguments]),
             awaited_record=_integers([one.awaited_record for one in arguments]),
         )
-
-    def _collectives(self, arguments: list[Arguments], category: Ints) -> Ints:
-        kernel = (category == Category.KERNEL).tolist()
-        found = [
-            self.collectives[_collective(one)] if here and isinstance(one.collective, str) else NONE
-            for here, one in zip(kernel, arguments, strict=True)
-        ]
-        return np.array(found, np.int64)
 
 
 def _below(limit: int, said: Any) -> int | None:
@@ -452,7 +448,7 @@ def each_of(
     `made`: a function of a module, which the processes import.
     """
     sizes, done = [_size(name) for name in names], 0
-    hands = deal(sizes, _cores()) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
+    hands = deal(sizes, len(os.sched_getaffinity(0))) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
     nobody: Iterator[tuple[int, _Made | BadInput | None]] = ((index, None) for index in range(len(names)))
     for index, answer in _elsewhere(names, hands, made) if len(hands) > 1 else nobody:
         yield index, tried(names[index], made) if answer is None else answer
@@ -473,10 +469,6 @@ def _size(name: str) -> int:
         return Path(name).stat().st_size * (_USUAL_RATIO if name.endswith(".gz") else 1)
     except (OSError, ValueError):
         return 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def deal(sizes: list[int], processes: int) -> list[list[int]]:
