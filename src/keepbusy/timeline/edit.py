@@ -109,13 +109,13 @@ def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
         return timeline
     lanes, lane = list(timeline.lanes), timeline.spans.lane.astype(np.int64)
     rank = timeline.rank_of_rows
-    for one in map(SideLane, np.unique(side[moved]).tolist()):
+    for kind in map(SideLane, np.unique(side[moved]).tolist()):
         for of_rank in timeline.ranks:
-            rows = (side == one) & (rank == of_rank)
+            rows = (side == kind) & (rank == of_rank)
             if rows.any():
                 lane[rows] = len(lanes)
-                device = None if one == SideLane.WORKERS else 0
-                lanes.append(Lane(of_rank, device, -one, f"side lane: {one.name.lower()}"))
+                device = None if kind == SideLane.WORKERS else 0
+                lanes.append(Lane(of_rank, device, -kind, f"side lane: {kind.name.lower()}"))
     links = timeline.links if not timeline.facts.one_turn else _with_readers(timeline, side)
     cut = (links.kind != LinkKind.LAUNCH) & (moved[links.source] | moved[links.target])
     cut &= np.arange(len(links)) < len(timeline.links)
@@ -129,11 +129,5 @@ def _with_readers(timeline: Timeline, side: Ints) -> Links:
     stays = (side == SideLane.STAY) & timeline.on_device
     reader = next_kept(timeline.spans.lane, stays)[copies]
     known = (reader != NONE) & (reader > copies)
-    order = Links.of(
-        int(known.sum()),
-        source=copies[known],
-        target=reader[known],
-        kind=np.full(int(known.sum()), LinkKind.ORDER),
-        lag=np.zeros(int(known.sum()), np.int64),
-    )
+    order = Links.of(int(known.sum()), source=copies[known], target=reader[known], kind=LinkKind.ORDER)
     return Links.concatenate([timeline.links, order])

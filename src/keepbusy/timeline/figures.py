@@ -68,11 +68,9 @@ def change(before: int, after: int) -> str:
     percent = round(100 * (after - before) / before) if before else 0
     if not percent:
         return "the same"
-    return (
-        f"{after / before:.1f}× as long"
-        if percent > 100
-        else f"{abs(percent)}% {'shorter' if percent < 0 else 'longer'}"
-    )
+    if percent > 100:
+        return f"{after / before:.1f}× as long"
+    return f"{abs(percent)}% {'shorter' if percent < 0 else 'longer'}"
 
 
 def count(number: float) -> str:

@@ -226,10 +226,6 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         return tuple(_typed(arguments[0], one, path) for one in value)
     if origin is Mapping and isinstance(value, dict):  # JSON spells its keys as strings
         return {_number(key, path): _typed(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
-    return _scalar(kind, value, path)
-
-
-def _scalar(kind: Any, value: Any, path: str) -> Any:
     is_number = kind in (int, float)
     accepted = (int, kind) if is_number else (kind,)
     if type(value) not in accepted or (is_number and not abs(value) <= _LARGEST):

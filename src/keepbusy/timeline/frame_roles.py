@@ -119,6 +119,14 @@ _CONTAINED = (
     (re.compile(r"SendRecv"), Role.PAIRED),
     (re.compile(r"^(cuda|hip)Malloc(?!Host)|^cuMem(Create|Alloc)"), Role.ASKS_MEMORY),
     (re.compile(r"^(cuda|hip)(Free|HostUnregister)|^cuMem(Free|AddressFree|Unmap|Release)"), Role.GIVES_BACK),
+    (
+        re.compile(
+            r"^torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list"
+            r"|_object_to_tensor|_tensor_to_object)$"
+        ),
+        Role.OBJECTS,
+    ),
+    (re.compile(r"^(Forward|Backward) \d+$"), Role.PIECE),
 )
 """What others than operators hold in their names."""
 _PURPOSES = Role.WRITES | Role.SCALER | Role.VALIDATES | Role.PRINTS
@@ -129,30 +137,30 @@ _OPERATORS = (
     (("div_", "div", "mul_", "mul"), Role.SCALES),
     (("embedding", "embedding_bag", "_embedding_bag", "coalesce", "_coalesce", "sparse_mask"), Role.TABLE),
 )
-_SIZED = (
+_OPERATORS_LIKE = (
+    # most that choose or count do so in such a way that only the GPU knows the size of their result
     (re.compile(r"(?<!is_)nonzero|index|masked_select|where"), Role.CHOOSES),
     (re.compile(r"^(getitem|setitem|gather|take|index(_select|_copy_?|_put_?)?|_index_put_impl_)$"), Role.PICKS),
     (re.compile(r"repeat_interleave"), Role.REPEATS),
     (re.compile(r"unique|bincount|one_hot"), Role.COUNTS),
+    (
+        re.compile(
+            r"^(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
+            r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
+        ),
+        Role.MAKES,
+    ),
+    (re.compile(r"^\w*(mm|matmul|linear|einsum|convolution|attention\w*|lstm\w*|gru\w*|rnn\w*)$"), Role.LAYER),
+    (
+        re.compile(
+            r"^(mul|add|sub|div|neg|clamp|pow|sqrt|rsqrt|exp|log|sin|cos|abs|sigmoid|tanh|where|lt|gt|le|ge|eq|ne"
+            r"|lerp|to|_to_copy|copy_|float|half|contiguous|clone|pin_memory|_pin_memory|empty|empty_like|empty_strided"
+            r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
+        ),
+        Role.SHAPES,
+    ),
 )
-"""Operators that choose or count, most of them so that only the GPU knows the size of their result."""
-_MAKES = re.compile(
-    r"(randn?|randint|randperm|rand_like|randn_like|normal_?|uniform_|bernoulli_?|random_|exponential_"
-    r"|arange|linspace|zeros|ones|full|eye|tril|triu|zero_|fill_)$"
-)
-_SHAPES = re.compile(
-    r"(mul|add|sub|div|neg|clamp|pow|sqrt|rsqrt|exp|log|sin|cos|abs|sigmoid|tanh|where|lt|gt|le|ge|eq|ne"
-    r"|lerp|to|_to_copy|copy_|float|half|contiguous|clone|pin_memory|_pin_memory|empty|empty_like|empty_strided"
-    r"|resize_|expand|repeat|stack|cat|unsqueeze|view|reshape)_?$"
-)
-_LAYER = re.compile(r"\w*(mm|matmul|linear|einsum|convolution|attention\w*|lstm\w*|gru\w*|rnn\w*)$")
 _ATEN = "aten::"
-_OBJECTS = re.compile(
-    r"torch/distributed/.*: (all_gather_object|gather_object|(broadcast|scatter)_object_list"
-    r"|_object_to_tensor|_tensor_to_object)$"
-)
-
-_PIECE = re.compile(r"(Forward|Backward) \d+$")
 
 _LINE = re.compile(r"^(?P<file>.+)\((?P<line>\d{1,9})\): (?P<function>.+)$")
 INSTALLED = "site-packages/"
@@ -217,20 +225,15 @@ def _role(name: str) -> int:
     role = 0
     if name.startswith(_ATEN):
         operator = name.removeprefix(_ATEN)
-        for operators, one in _OPERATORS:
-            role |= one if operator in operators else 0
-        for pattern, one in _SIZED:
-            role |= one if pattern.search(operator) else 0
-        role |= Role.MAKES if _MAKES.match(operator) else 0
-        role |= Role.LAYER if _LAYER.match(operator) else 0
-        role |= Role.SHAPES if _SHAPES.match(operator) else 0
+        for operators, its_role in _OPERATORS:
+            role |= its_role if operator in operators else 0
+        for pattern, its_role in _OPERATORS_LIKE:
+            role |= its_role if pattern.search(operator) else 0
     else:
-        for beginnings, one in _BEGINNINGS:
-            role |= one if name.startswith(beginnings) else 0
-        for pattern, one in _CONTAINED:
-            role |= one if pattern.search(name) else 0
-        role |= Role.OBJECTS if _OBJECTS.match(name) else 0
-        role |= Role.PIECE if _PIECE.match(name) else 0
+        for beginnings, its_role in _BEGINNINGS:
+            role |= its_role if name.startswith(beginnings) else 0
+        for pattern, its_role in _CONTAINED:
+            role |= its_role if pattern.search(name) else 0
     return int(role)
 
 

@@ -36,7 +36,10 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
 
 def met(timelines: Sequence[Timeline]) -> Timeline:
     """All ranks on one clock, with the parts of each collective brought together; not in an order to be replayed."""
-    return _without_early_leavers(_align_clocks(_match(_join(timelines))))
+    timeline = _align_clocks(_match(_join(timelines)))
+    spans = timeline.spans  # the root of a broadcast may be gone before the last peer comes: it did not wait for others
+    early = (spans.meeting != NONE) & (spans.end < last_arrival(timeline) - SKEW)
+    return timeline.change_spans(meeting=np.where(early, NONE, spans.meeting))
 
 
 def _join(timelines: Sequence[Timeline]) -> Timeline:
@@ -250,24 +253,13 @@ def _align_clocks(timeline: Timeline) -> Timeline:
             shift[rank] = -apart if abs(apart) > SAME_CLOCK else 0
             ended[meeting] = np.where(is_known, ended[meeting], end + shift[rank])
         waiting = [rank for rank in waiting if rank not in known]
-    return _moved(timeline, np.array([shift[lane.rank] for lane in timeline.lanes], np.int64))
-
-
-def _moved(timeline: Timeline, shift: Ints) -> Timeline:
-    """Each lane's times, by as much as its clock is behind."""
-    spans, frames, memory = timeline.spans, timeline.frames, timeline.memory
+    by = np.array([shift[lane.rank] for lane in timeline.lanes], np.int64)
+    frames, memory = timeline.frames, timeline.memory
     return timeline.change(
-        spans=spans.change(start=spans.start + shift[spans.lane], end=spans.end + shift[spans.lane]),
-        frames=frames.change(start=frames.start + shift[frames.lane], end=frames.end + shift[frames.lane]),
-        memory=memory.change(time=memory.time + shift[memory.lane]),
+        spans=spans.change(start=spans.start + by[spans.lane], end=spans.end + by[spans.lane]),
+        frames=frames.change(start=frames.start + by[frames.lane], end=frames.end + by[frames.lane]),
+        memory=memory.change(time=memory.time + by[memory.lane]),
     )
-
-
-def _without_early_leavers(timeline: Timeline) -> Timeline:
-    """The root of a broadcast may be gone before the last peer comes: it did not wait for the others."""
-    spans = timeline.spans
-    early = (spans.meeting != NONE) & (spans.end < last_arrival(timeline) - SKEW)
-    return timeline.change_spans(meeting=np.where(early, NONE, spans.meeting))
 
 
 def _in_issue_order(timeline: Timeline) -> Timeline:

@@ -123,11 +123,13 @@ class _Engine:
         meeting = timeline.spans.meeting
         self.parts = np.bincount(meeting[meeting >= 0]).tolist() if (meeting >= 0).any() else []
         self.arrived: dict[int, list[tuple[int, int, int, int]]] = {}
-        self.commands = rounds * np.bincount(timeline.spans.lane[timeline.on_device], minlength=lanes)
+        commands = rounds * np.bincount(timeline.spans.lane[timeline.on_device], minlength=lanes)
         # a queue that would hold all commands of all rounds is never full, however large it is said to be
-        self.limit = min(timeline.facts.pending_limit or PENDING_LIMIT, int(self.commands.max(initial=0)) + 1)
-        self.ended = [[NEVER] * (self.limit if held else 0) for held in self.commands.tolist()]
+        self.limit = min(timeline.facts.pending_limit or PENDING_LIMIT, int(commands.max(initial=0)) + 1)
+        self.ended = [[NEVER] * (self.limit if held else 0) for held in commands.tolist()]
         """Of each lane the ends of its commands. A queue is full until the one ends that is `limit` places back."""
+        self.streams_in_full = np.flatnonzero(commands >= self.limit)
+        """Those with so many commands that their queues may be full before the run has ended."""
 
     def replayed(self) -> Replayed:
         """All rounds. Once a round has only repeated the one before it, what is left is known."""
@@ -238,18 +240,13 @@ class _Engine:
             moved = np.array(after, np.int64)[rows] - np.array(before, np.int64)[rows]
             if (moved != advance[self.timeline.spans.lane[rows]]).any():
                 return None
-        for stream in self._streams_in_full:
+        for stream in self.streams_in_full:
             issued = (len(self.ended[stream]) - self.limit) // self.done
             queue = np.array(self.ended[stream][-self.limit - issued :], np.int64)
             if (queue[issued:] - queue[:-issued] != advance[stream]).any():
                 return None
         by, lane = self._holding_up
         return advance if (advance[by] <= advance[lane]).all() else None
-
-    @cached_property
-    def _streams_in_full(self) -> Ints:
-        """Those with so many commands that their queues may be full before the run has ended."""
-        return np.flatnonzero(self.commands >= self.limit)
 
     @cached_property
     def _holding_up(self) -> tuple[Ints, Ints]:
@@ -260,7 +257,7 @@ class _Engine:
         first[spans.meeting[met]] = spans.lane[met]
         first = first[spans.meeting[met]]
         stream = launched_lane(self.timeline)
-        full = np.flatnonzero(np.isin(stream, self._streams_in_full))
+        full = np.flatnonzero(np.isin(stream, self.streams_in_full))
         awaits = [(other, row[1]) for *_, rows in self.program for row in rows for other in row[5]]
         by, lane = np.array(awaits, np.int64).reshape(-1, 2).T
         return (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -112,8 +112,7 @@ class RunFacts:
     def as_json(self) -> dict[str, Any]:
         """Only what differs from what is assumed of every run."""
         usual = RunFacts()
-        said = {one.name for one in fields(self) if getattr(self, one.name) != getattr(usual, one.name)}
-        return {name: value for name, value in asdict(self).items() if name in said}
+        return {name: value for name, value in asdict(self).items() if getattr(self, name) != getattr(usual, name)}
 
     @classmethod
     def of_json(cls, value: object) -> RunFacts:
@@ -252,9 +251,7 @@ class Part:
     clock: int = NONE  # of the run itself: its first moment, on the clock by which its steps are timed
     shares: tuple[int, ...] = ()  # of the run itself: percent of each equal stretch in which the GPU was at work
     decides: tuple[str, ...] = ()  # of the run itself: lines that work out what the program chooses by
-    beside: tuple[
-        LineTime, ...
-    ] = ()  # of the run itself: lines at which its other threads had a processor, and how long
+    beside: tuple[LineTime, ...] = ()  # of the run itself: how long its other threads had a processor, by line
     ran: int = NONE  # of the run itself: how long the thread that it is about had one
 
     @property
@@ -404,8 +401,8 @@ class LoaderUse:
             return self.waited - self.began
         a_pass = -(-self.batches // max(1, self.passes))
         several = min(self.each, max(1, SIMULATED_TURNS // max(1, len(self.turns))))
-        turns = [max(least, one - shorter) for one in self.turns or [self._mean] * min(self.batches, SIMULATED_TURNS)]
-        turns = [one for one in turns for _ in range(several)]
+        turns = [max(least, turn - shorter) for turn in self.turns or [self._mean] * min(self.batches, SIMULATED_TURNS)]
+        turns = [turn for turn in turns for _ in range(several)]
         ahead, waited = workers * max(1, self.prefetch or USUAL_PREFETCH), 0.0
         for first in range(0, len(turns), a_pass):
             waited += _waited(turns[first : first + a_pass], self.in_worker, workers, ahead)

@@ -121,7 +121,7 @@ def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
 def one_turn(timeline: Timeline) -> Timeline:
     """A whole script without steps: it is explained as the one turn that it is, from its first command's launch on."""
     launched = timeline.launches.source
-    first = [launched[timeline.rank_of_rows[launched] == one].min(initial=len(timeline)) for one in timeline.ranks]
+    first = [launched[timeline.rank_of_rows[launched] == rank].min(initial=len(timeline)) for rank in timeline.ranks]
     marks = np.array([row for row in first if row < len(timeline)], np.int64)
     row, rank = np.arange(len(timeline)), timeline.rank_of_rows
     kept = np.zeros(len(timeline), bool)
@@ -170,8 +170,11 @@ def _without(timeline: Timeline, dropped: Ints) -> Timeline:
 def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
     """Without what lies beside the loop whose turns are marked. `brief`: nor what lies before them and after."""
     beside = np.array(timeline.facts.beside, np.int64)
-    fewest = min((len(timeline.marks_of(one)) for one in timeline.ranks), default=0) - len(beside)
-    alone = _without(timeline, beside).change_facts(beside=()) if len(beside) and fewest > 2 else timeline
+    fewest = min((len(timeline.marks_of(rank)) for rank in timeline.ranks), default=0) - len(beside)
+    alone = timeline
+    if len(beside) and fewest > 2:
+        alone = timeline.marked(np.delete(timeline.marks_of(rank), beside) for rank in timeline.ranks)
+        alone = alone.keep(~np.isin(_step_of_rows(timeline), beside)).change_facts(beside=())
     if not brief:
         return alone
     row = np.arange(len(alone))
@@ -201,23 +204,24 @@ def marked_beside(timeline: Timeline) -> Timeline:
 
 def stretch_beside(timeline: Timeline) -> Timeline | None:
     """What was recorded from a loop's last turn until it was entered again, as a turn of the loop around it."""
-    last = min(len(timeline.marks_of(one)) for one in timeline.ranks) - 1
-    known = [one for one in timeline.facts.beside if one < last]
+    last = min(len(timeline.marks_of(rank)) for rank in timeline.ranks) - 1
+    known = [number for number in timeline.facts.beside if number < last]
     return from_mark(timeline, known[-1], known[-1] + 2).change_facts(beside=(), recorded=()) if known else None
 
 
 def from_mark(timeline: Timeline, first: int, last: int | None = None) -> Timeline:
     """Marked only from this mark of each rank on, and up to another one."""
-    left = tuple(one - first for one in timeline.facts.beside if first <= one and (last is None or one < last))
-    return timeline.marked(timeline.marks_of(one)[first:last] for one in timeline.ranks).change_facts(beside=left)
+    beside = [number for number in timeline.facts.beside if first <= number and (last is None or number < last)]
+    marked = timeline.marked(timeline.marks_of(rank)[first:last] for rank in timeline.ranks)
+    return marked.change_facts(beside=tuple(number - first for number in beside))
 
 
 def _step_of_rows(timeline: Timeline) -> Ints:
     """Of each row, the number of its rank's step."""
     step, row, rank = np.full(len(timeline), NONE, np.int64), np.arange(len(timeline)), timeline.rank_of_rows
-    for one in timeline.ranks:
-        mine = rank == one
-        step[mine] = np.searchsorted(timeline.marks_of(one), row[mine], side="right") - 1
+    for number in timeline.ranks:
+        of_rank = rank == number
+        step[of_rank] = np.searchsorted(timeline.marks_of(number), row[of_rank], side="right") - 1
     return step
 
 
@@ -225,10 +229,10 @@ def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
     """Only what stands between the first and the last chosen of each rank's last `count` marks."""
     rank, row = timeline.rank_of_rows, np.arange(len(timeline))
     kept, marks = np.zeros(len(timeline), bool), []
-    for one in timeline.ranks:
-        mine = timeline.marks_of(one)[-count:][chosen]
-        marks.append(mine[:-1])
-        kept |= (rank == one) & (row >= mine[0]) & (row < mine[-1])
+    for number in timeline.ranks:
+        of_rank = timeline.marks_of(number)[-count:][chosen]
+        marks.append(of_rank[:-1])
+        kept |= (rank == number) & (row >= of_rank[0]) & (row < of_rank[-1])
     cut = timeline.marked(marks).keep(kept)
     return cut.change(links=Links.concatenate([cut.links, _into_next_round(timeline, kept)]))
 
@@ -251,8 +255,7 @@ def _into_next_round(timeline: Timeline, kept: Mask) -> Links:
 
 def commands_between(timeline: Timeline, marks: Ints) -> Ints:
     rank = timeline.rank_of_rows
-    mine = timeline.on_device & (rank == rank[marks[0]])
-    before = np.concatenate([[0], np.cumsum(mine)])
+    before = np.concatenate([[0], np.cumsum(timeline.on_device & (rank == rank[marks[0]]))])
     return np.diff(before[marks])
 
 
@@ -315,8 +318,12 @@ def _are_rare(usual: Ints, long: Ints) -> bool:
 def _by_length(timeline: Timeline) -> tuple[Ints, Ints, float]:
     """Usual steps, those that take far longer, and their share of the time; by the length of each on the rank where it
     takes longest: one that is ahead waits later."""
-    of_ranks = [_lengths(timeline, rank) for rank in timeline.ranks]
-    lengths = np.max([one for one in of_ranks if len(one) == len(of_ranks[0])], axis=0)
+    of_ranks = list[Ints]()
+    for rank in timeline.ranks:
+        marks = timeline.marks_of(rank)
+        main = timeline.rows_of(timeline.spans.lane[marks[0]])
+        of_ranks.append(np.diff(np.append(timeline.spans.start[marks], timeline.spans.end[main].max())))
+    lengths = np.max([of_rank for of_rank in of_ranks if len(of_rank) == len(of_ranks[0])], axis=0)
     order = np.argsort(lengths, kind="stable")
     usual, long = np.split(order, [int((lengths <= _FAR_LONGER * np.median(lengths)).sum())])
     return usual, long, float(lengths[long].sum() / max(1, lengths.sum()))
@@ -335,13 +342,6 @@ _MOST_FOR_LONG = 4
 _RARE = 0.05
 """Of the others: fewer steps that take far longer are explained by themselves."""
 _FEWEST_RARE = 4
-
-
-def _lengths(timeline: Timeline, rank: int) -> Ints:
-    """Of each step of a rank."""
-    marks = timeline.marks_of(rank)
-    main = timeline.rows_of(timeline.spans.lane[marks[0]])
-    return np.diff(np.append(timeline.spans.start[marks], timeline.spans.end[main].max()))
 
 
 def _evenly(steps: Ints, count: int) -> Ints:
@@ -366,24 +366,17 @@ def comes_again(timeline: Timeline) -> bool:
     """Of a script that was recorded whole: whether most of what its GPU waits comes again in each of these turns. Else
     they were there to warm up, and the script is explained whole.
     """
-    marks = timeline.marks_of(timeline.ranks[0])
-    kernels = (timeline.spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0])
-    if len(marks) < 2 or not kernels.any():
+    marks, spans = timeline.marks_of(timeline.ranks[0]), timeline.spans
+    kernels = np.flatnonzero((spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0]))
+    if len(marks) < 2 or not len(kernels):
         return len(marks) < 2 or not timeline.facts.is_whole  # what computes nothing sets something up
-    row, gap, lasted = _waits_for_kernels(timeline)
-    turn = np.searchsorted(marks, row, side="right") - 1
+    kernels = kernels[np.argsort(spans.start[kernels], kind="stable")]
+    reached = np.maximum.accumulate(spans.end[kernels])
+    gap = np.maximum(0, spans.start[kernels[1:]] - reached[:-1])
+    turn = np.searchsorted(marks, kernels[1:], side="right") - 1
     waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
     again = len(marks) * np.median(waits)
-    return bool(waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * lasted))
-
-
-def _waits_for_kernels(timeline: Timeline) -> tuple[Ints, Ints, int]:
-    """Of each kernel of the first rank how long none ran before it; and how long it took from the first to the last."""
-    spans = timeline.spans
-    rows = np.flatnonzero((spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0]))
-    rows = rows[np.argsort(spans.start[rows], kind="stable")]
-    reached = np.maximum.accumulate(spans.end[rows])
-    return rows[1:], np.maximum(0, spans.start[rows[1:]] - reached[:-1]), int(reached[-1] - spans.start[rows[0]])
+    return bool(waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * (reached[-1] - spans.start[kernels[0]])))
 
 
 def has_steps(timeline: Timeline) -> bool:
@@ -410,16 +403,13 @@ def _pattern(timeline: Timeline, rank: int) -> Ints:
     pauses = [float(np.median(before[offset::length])) for offset in range(length)]
     main = np.bincount(spans.lane[rows]).argmax()
     begin = 1 + int(np.argmax(pauses))
-    chosen = rows[begin + length * _before_the_loop(spans.name[commands[begin:]], length) :: length]
+    steps = spans.name[commands[begin : begin + (len(commands) - begin) // length * length]].reshape(-1, length)
+    again = np.flatnonzero(
+        (steps[1:] == steps[:-1]).all(axis=1)
+    )  # a program makes its tensors before it begins to loop
+    chosen = rows[begin + length * (int(again[0]) if len(again) else 0) :: length]
     lane = timeline.rows_of(int(main))
     return np.unique(lane[np.minimum(np.searchsorted(lane, chosen), len(lane) - 1)])
-
-
-def _before_the_loop(names: Ints, length: int) -> int:
-    """How many steps at the beginning are none: a program makes its tensors before it begins to loop."""
-    steps = names[: len(names) // length * length].reshape(-1, length)
-    again = np.flatnonzero((steps[1:] == steps[:-1]).all(axis=1))
-    return int(again[0]) if len(again) else 0
 
 
 def repetition(names: Ints) -> int:
