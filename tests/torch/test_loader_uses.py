@@ -21,7 +21,7 @@ def watched(loader: Iterable[object], loaders: Loaders, clock: Callable[[], int]
         batch = next(iterator, nothing)
         if batch is nothing:
             return
-        loaders.came(iterator, before, clock())
+        loaders.batch_taken(iterator, before, clock())
         yield batch
 
 

@@ -7,6 +7,7 @@ count of iterations. A thread beside it looks where the program is, and opens wi
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -123,7 +124,7 @@ class ProgramLog:
             before = time.perf_counter_ns()
             batch = original(iterator)
             with suppress(Exception):  # what goes wrong here is ours, and no business of the program's
-                self._loaders.came(iterator, before, time.perf_counter_ns())
+                self._loaders.batch_taken(iterator, before, time.perf_counter_ns())
             return batch
 
         return called_plainly(next_batch)
@@ -211,8 +212,6 @@ def start(folder: Path, memory: bool = False, with_children: bool = False) -> tu
 
 def be_child(folder: str, memory: bool) -> None:
     """A process that the program spawned is logged, too."""
-    import atexit
-
     log, _ = start(Path(folder), memory, with_children=True)
     if log is not None:
         atexit.register(log.end)

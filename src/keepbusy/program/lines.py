@@ -29,14 +29,9 @@ _PROVES = str(Path(OURS, "runtime", "graph", "replay_check.py"))
 _SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
-def _folder(package: str) -> str:
-    """Where a package lies, found without importing it."""
-    spec = find_spec(package)
-    folders = spec.submodule_search_locations if spec else None
-    return folders[0] + os.sep if folders else "<not installed>"
-
-
-_TORCH = _folder("torch")
+_SPEC = find_spec("torch")  # found without importing it
+_FOLDERS = _SPEC.submodule_search_locations if _SPEC else None
+_TORCH = _FOLDERS[0] + os.sep if _FOLDERS else "<not installed>"
 _BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
 KEPT_AT_EITHER_END = 24
 """User lines of a chain; recursion may go deeper, and its middle is left out: the outer end is where the loops are."""
@@ -94,7 +89,11 @@ class Places:
             code = id(frame.f_code)
             kind = kinds.get(code)
             if kind is None:
-                kind = self._meet(frame.f_code)
+                self._codes[code] = frame.f_code
+                kind = kind_of(frame.f_code.co_filename)
+                if kind == LIBRARY and holds_loop(frame.f_code):
+                    kind = USER  # its line belongs to the chain as the user's own do
+                kinds[code] = kind
             if kind == HIDDEN:  # most are
                 frame = frame.f_back
                 continue
@@ -108,22 +107,11 @@ class Places:
         if len(key) > 4 * KEPT_AT_EITHER_END:
             del key[2 * KEPT_AT_EITHER_END : -2 * KEPT_AT_EITHER_END]
         whole = (*key, library)
-        known = self._known.get(whole)
-        return self._remember(whole) if known is None else known
-
-    def _meet(self, code: CodeType) -> int:
-        self._codes[id(code)] = code
-        kind = kind_of(code.co_filename)
-        if kind == LIBRARY and holds_loop(code):
-            kind = USER  # its line belongs to the chain as the user's own do
-        self._kinds[id(code)] = kind
-        return kind
-
-    def _remember(self, key: tuple[Any, ...]) -> int:
-        *chain, library = key
-        lines = [self._line(chain[at], chain[at + 1]) for at in range(len(chain) - 2, -1, -2)]
-        lines += [self._line(*library)] if library and lines else []
-        number = self._known[key] = self._number(*lines)
+        number = self._known.get(whole)
+        if number is None:
+            lines = [self._line(key[at], key[at + 1]) for at in range(len(key) - 2, -1, -2)]
+            lines += [self._line(*library)] if library and lines else []
+            number = self._known[whole] = self._number(*lines)
         return number
 
     def _line(self, identity: int, instruction: int) -> str:
@@ -154,7 +142,7 @@ def stacks_of(threads: Iterable[int]) -> dict[int, list[tuple[CodeType, int]]]:
     """Where these threads are, from the inside out: code and instruction. None of their frames outlives the look."""
     with at_rest():
         frames = sys._current_frames()
-        found = {one: [(each.f_code, each.f_lasti) for each in outwards(frames.get(one))] for one in threads}
+        found = {thread: [(each.f_code, each.f_lasti) for each in outwards(frames.get(thread))] for thread in threads}
         frames.clear()  # with our own frame in it, it would last until the collector comes, and all that they hold
     return found
 
@@ -167,9 +155,9 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def program_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
     """Where a program stands, from the inside out: its own lines and its libraries'."""
-    for one in outwards(frame):
-        if kind_of(one.f_code.co_filename) in PROGRAM_CODE:
-            yield one.f_code, one.f_lineno or 0
+    for caller in outwards(frame):
+        if kind_of(caller.f_code.co_filename) in PROGRAM_CODE:
+            yield caller.f_code, caller.f_lineno or 0
 
 
 def holds_loop(code: CodeType) -> bool:
@@ -186,7 +174,7 @@ def kind_of(file: str) -> int:
     if file.startswith((OURS, "<")):
         return TORCH if file == _PROVES else HIDDEN
     if file.startswith(_TORCH):
-        return TORCH if _speaks_for_itself(file) else HIDDEN
+        return TORCH if file.startswith(_ON_THEIR_OWN, len(_TORCH)) else HIDDEN
     if file.startswith(_LIBRARIES) and not _installed_into(file):
         return PYTHON
     return USER if not _installed_into(file) or file.startswith(program_path()) else LIBRARY
@@ -202,7 +190,7 @@ def _installed_into(file: str) -> str:
     for part in _INSTALLED:
         if part in file:
             return file[: file.index(part) + len(part)]
-    for folder in (f"{Path(one).absolute()}{os.sep}" for one in sys.path if one):
+    for folder in (f"{Path(entry).absolute()}{os.sep}" for entry in sys.path if entry):
         if file.startswith(folder) and file[len(folder) :].split(os.sep, 1)[0] in _brought_into(folder):
             return folder
     return ""
@@ -242,7 +230,7 @@ _CALL = compile("native(*args, **kwargs)", "", "eval")
 
 def call_at_program(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What C++ warns of is said of the line that calls it: here that is the program's, out of ours."""
-    frame = next(one for one in outwards(sys._getframe(1)) if not is_ours(one.f_code.co_filename))
+    frame = next(caller for caller in outwards(sys._getframe(1)) if not is_ours(caller.f_code.co_filename))
     call = _CALL.replace(co_filename=frame.f_code.co_filename, co_firstlineno=frame.f_lineno)
     return eval(call, frame.f_globals, {"native": native, "args": args, "kwargs": kwargs})
 
@@ -270,12 +258,7 @@ _ON_THEIR_OWN = (
     "serialization.py",
     "_tensor_str.py",
 )
-
-
-def _speaks_for_itself(file: str) -> bool:
-    """Parts of PyTorch that read values on their own account: who waits there should know that the line is theirs."""
-    within = file[len(_TORCH) :].replace(os.sep, "/")
-    return within.startswith(_ON_THEIR_OWN)
+"""Parts of PyTorch that read values on their own account: who waits there should know that the line is theirs."""
 
 
 def line_number(code: CodeType, instruction: int) -> int:
@@ -297,6 +280,6 @@ def shown(file: str) -> str:
         return next(file[len(root) :] for root in _LIBRARIES if file.startswith(root))
     try:
         relative = os.path.relpath(file)
-    except ValueError:  # another drive
+    except ValueError:  # it has no name
         return file
     return file if relative.startswith("..") else relative

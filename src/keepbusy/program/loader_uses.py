@@ -45,14 +45,9 @@ class _Loader:
         else:
             if len(self.sums) == KEPT_TURNS:
                 pairs = zip(self.sums[::2], self.sums[1::2], strict=True)
-                self.sums, self.each = [one + other for one, other in pairs], 2 * self.each
+                self.sums, self.each = [sum(pair) for pair in pairs], 2 * self.each
             self.sums.append(took)
         self.turns += 1
-
-    @property
-    def means(self) -> tuple[int, ...]:
-        whole = self.turns // self.each
-        return tuple(one // self.each for one in self.sums[:whole])
 
 
 class Loaders:
@@ -71,9 +66,9 @@ class Loaders:
         from torch.utils.data import dataloader
         from torch.utils.data._utils import fetch
 
-        self._patches.replace(dataloader.DataLoader, "__init__", self._noting_where)
+        self._patches.wrap(dataloader.DataLoader, "__init__", self._made_here)
         for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            self._patches.replace(kind, "fetch", self._fetching)
+            self._patches.wrap(kind, "fetch", self._fetch)
 
     def end(self) -> None:
         """Leave everything as it was."""
@@ -81,16 +76,15 @@ class Loaders:
 
     def used(self) -> list[LoaderUse]:
         """The one that was waited for longest comes first."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        prepared = self._prepared()
-        found = []
-        for dataset, one in self._known.items():
+        cores, prepared, found = len(os.sched_getaffinity(0)), self._prepared(), list[LoaderUse]()
+        for dataset, its in self._known.items():
             busy, count, took = prepared.get(dataset, (0, 0, 0))
             in_worker = took // count if count else NONE
-            seen = (one.place, one.workers, one.prefetch, one.batches, one.waited, one.began, in_worker, one.looped)
-            busy = min(busy, one.workers) or NONE
-            found.append(LoaderUse(*seen, cores, passes=one.passes, turns=one.means, each=one.each, busy=busy))
-        return sorted(found, key=lambda one: -one.waited)
+            seen = (its.place, its.workers, its.prefetch, its.batches, its.waited, its.began, in_worker, its.looped)
+            means = tuple(total // its.each for total in its.sums[: its.turns // its.each])
+            busy = min(busy, its.workers) or NONE
+            found.append(LoaderUse(*seen, cores, passes=its.passes, turns=means, each=its.each, busy=busy))
+        return sorted(found, key=lambda use: -use.waited)
 
     def _prepared(self) -> dict[int, tuple[int, int, int]]:
         """Of each data set, how many processes fetched batches, how many these were and how long that took."""
@@ -101,48 +95,39 @@ class Loaders:
             found[dataset] = processes + 1, count + more[0], took + more[1]
         return found
 
-    def _noting_where(self, original: Function) -> Function:
-        def made(loader: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-            original(loader, dataset, *args, **kwargs)
-            users = (one for one in program_lines(sys._getframe(1)) if kind_of(one[0].co_filename) == USER)
-            self._made[id(dataset)] = next((f"{shown(code.co_filename)}:{line}" for code, line in users), "")
+    def _made_here(self, original: Function, loader: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        original(loader, dataset, *args, **kwargs)
+        users = (line for line in program_lines(sys._getframe(1)) if kind_of(line[0].co_filename) == USER)
+        self._made[id(dataset)] = next((f"{shown(code.co_filename)}:{line}" for code, line in users), "")
 
-        return made
-
-    def came(self, iterator: Any, before: int, after: int) -> None:
-        """A batch did."""
+    def batch_taken(self, iterator: Any, before: int, after: int) -> None:
+        """From when to when the program waited for it."""
         dataset = id(iterator._dataset)
-        one = self._known.get(dataset)
-        if one is None:
-            one = self._known[dataset] = _Loader(self._made.get(dataset, ""))
-        one.workers, one.prefetch = iterator._num_workers, getattr(iterator, "_prefetch_factor", None) or 0
-        one.batches += 1
-        one.waited += after - before
+        its = self._known.setdefault(dataset, _Loader(self._made.get(dataset, "")))
+        its.workers, its.prefetch = iterator._num_workers, getattr(iterator, "_prefetch_factor", None) or 0
+        its.batches += 1
+        its.waited += after - before
         first = self._passes.get(id(iterator))
         if first is None or iterator._num_yielded <= 1:  # an earlier pass's iterator may have lain there
-            one.began += after - before
-            one.passes += 1
+            its.began += after - before
+            its.passes += 1
         else:
-            one.looped += after - first
-            one.turned(before - first)
+            its.looped += after - first
+            its.turned(before - first)
         self._passes[id(iterator)] = after
 
-    def _fetching(self, original: Function) -> Function:
-        """Runs in the workers, which were forked with it; in the program itself where there are none."""
+    def _fetch(self, original: Function, fetcher: Any, index: Any) -> Any:
+        """Runs in the workers, which were forked with it; in the program itself where there are none.
 
-        def fetching(fetcher: Any, index: Any) -> Any:
-            before = self._clock()
-            result = original(fetcher, index)
-            with suppress(Exception):
-                self._add(id(fetcher.dataset), self._clock() - before)
-            return result
-
-        return fetching
-
-    def _add(self, dataset: int, took: int) -> None:
-        """A worker that was forked knows its data set by the same number; each writes to a row of its own."""
-        at = (31 * os.getpid() + (dataset >> 4)) % _SLOTS * _SLOT.size
-        known, count, total = _SLOT.unpack_from(self._shared, at)
-        if known != dataset:
-            count = total = 0  # of a process that is gone, and that had the same place
-        _SLOT.pack_into(self._shared, at, dataset, count + 1, total + took)
+        A worker that was forked knows its data set by the same number; each writes to a row of its own.
+        """
+        before = self._clock()
+        result = original(fetcher, index)
+        with suppress(Exception):
+            took, dataset = self._clock() - before, id(fetcher.dataset)
+            at = (31 * os.getpid() + (dataset >> 4)) % _SLOTS * _SLOT.size
+            known, count, total = _SLOT.unpack_from(self._shared, at)
+            if known != dataset:
+                count = total = 0  # of a process that is gone, and that had the same place
+            _SLOT.pack_into(self._shared, at, dataset, count + 1, total + took)
+        return result

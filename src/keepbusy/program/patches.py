@@ -35,7 +35,14 @@ class Patches:
         if isinstance(original, _BuiltIn) or not hasattr(type(original), "__get__"):
             ours = _BuiltIn(ours)
         setattr(owner, name, ours)
-        self.later(lambda: _put_back(owner, name, ours, own))
+
+        def put_back() -> None:
+            if vars(owner).get(name) is ours and own is None:
+                delattr(owner, name)
+            elif vars(owner).get(name) is ours:
+                setattr(owner, name, own)
+
+        self.later(put_back)
 
     def wrap(self, owner: Any, name: str, around: Function) -> None:
         """`around` is called instead, with the original before what that would be given."""
@@ -65,15 +72,6 @@ def _inherited(owner: type, name: str) -> Function:
         return getattr(super(owner, one), name)(*args, **kwargs)
 
     return inherited
-
-
-def _put_back(owner: Any, name: str, ours: Function, own: Any) -> None:
-    if vars(owner).get(name) is not ours:
-        return
-    if own is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, own)
 
 
 def when_imported(name: str, then: Callable[[], object]) -> None:
@@ -128,31 +126,25 @@ class _Expected:
 
 
 def left_alone(function: Function) -> Function:
-    """What PyTorch's compiler is not to look into, wherever it meets it: it is called as it stands.
+    """What PyTorch's compiler is not to look into, wherever it meets it: neither it nor what it calls is compiled.
 
     `torch.compiler.disable` would import the compiler.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
-    run_plainly(function)
-    return function
-
-
-def run_plainly(function: Any) -> None:
-    """What is called where a compiled function goes on as Python is not compiled, nor is what it calls."""
-    from torch._C._dynamo import eval_frame
-
-    skipped = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skipped, skipped)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return _not_compiled(function, "SKIP")
 
 
 def called_plainly(function: Function) -> Function:
-    """As `run_plainly`, but for what it calls, which is compiled as if it were called without it."""
+    """What is called where a compiled function goes on as Python: what it calls is compiled as if called without it."""
+    return _not_compiled(function, "DEFAULT")
+
+
+def _not_compiled(function: Any, callees: str) -> Function:
     from torch._C._dynamo import eval_frame
 
     action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, callees))
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
@@ -164,7 +156,7 @@ def admit_lazy_parameters(patches: Patches) -> None:
 
     lazy: Any = vars(parameter)["UninitializedTensorMixin"]
     known = lazy._allowed_methods
-    lazy._allowed_methods = known + [getattr(Tensor, one.__name__, one) for one in known]
+    lazy._allowed_methods = known + [getattr(Tensor, method.__name__, method) for method in known]
     patches.later(lambda: setattr(lazy, "_allowed_methods", known))
 
 
@@ -174,13 +166,10 @@ def admit_scripts(patches: Patches) -> None:
 
     _builtins._get_builtin_table()  # made of PyTorch's own, before they are replaced
 
-    def finding(plain: Function) -> Function:
-        def find(one: Any) -> Any:
-            found = plain(one)
-            while found is None and (one := getattr(one, "__wrapped__", None)) is not None:
-                found = plain(one)
-            return found
+    def find(plain: Function, function: Any) -> Any:
+        found = plain(function)
+        while found is None and (function := getattr(function, "__wrapped__", None)) is not None:
+            found = plain(function)
+        return found
 
-        return find
-
-    patches.replace(_builtins, "_find_builtin", finding)
+    patches.wrap(_builtins, "_find_builtin", find)

@@ -52,22 +52,15 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
     _followed.undo()
     child = {"module": begin.__module__, "function": begin.__qualname__}
 
-    def preparing(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-        def prepared(name: str) -> dict[str, Any]:
-            data = prepare(name)
-            main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
-            then = [{**one, "options": _asked(one["options"])} for one in _CHILD_CALLS]
-            os.environ[CHILD] = json.dumps({**child, "options": _asked(options), "then": then, **main})
-            return data | {_SCRIPT: _FILE}
+    def prepared(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+        data = prepare(name)
+        main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
+        asked = {name: value() if callable(value) else value for name, value in options.items()}
+        os.environ[CHILD] = json.dumps({**child, "options": asked, "then": _CHILD_CALLS, **main})
+        return data | {_SCRIPT: _FILE}
 
-        return prepared
-
-    _followed.replace(multiprocessing.spawn, "get_preparation_data", preparing)
+    _followed.wrap(multiprocessing.spawn, "get_preparation_data", prepared)
     return _followed.undo
-
-
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value() if callable(value) else value for name, value in options.items()}
 
 
 def follow_with(then: Callable[..., object], **options: Any) -> None:
@@ -77,9 +70,8 @@ def follow_with(then: Callable[..., object], **options: Any) -> None:
 
 def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
     """Python runs this file in place of the script: become what the parent is, then be the script as Python would."""
-    for one in (child, *child["then"]):
-        begin = getattr(import_module(one["module"]), one["function"])
-        begin(**one["options"])
+    for call in (child, *child["then"]):
+        getattr(import_module(call["module"]), call["function"])(**call["options"])
     script, module = child.get(_SCRIPT), child.get(_MODULE)
     main: dict[str, Any] = {}
     if script is not None and script.endswith(".py"):
@@ -132,7 +124,7 @@ class UnseenThread:
 
 def known_thread() -> threading.Thread | None:
     """The calling thread, where `threading` knows it. Asked for the current one, it would make one up that stays."""
-    return next((one for one in threading.enumerate() if one.ident == threading.get_ident()), None)
+    return next((thread for thread in threading.enumerate() if thread.ident == threading.get_ident()), None)
 
 
 _ending = threading.local()
@@ -159,15 +151,8 @@ def processor_times(thread: int) -> tuple[int, int] | None:
 # Descriptors of ours, in a process whose program may close any number, also those that it never opened.
 
 
-def high_copy(descriptor: int, at: int = -1) -> int:
-    """Of a descriptor, by a high number: what the program opens has the numbers that it would have. `at`: the number
-    that it must have."""
-    if at >= 0:
-        copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, at)
-        if copy != at:
-            os.close(copy)
-            raise FileExistsError
-        return copy
+def high_copy(descriptor: int) -> int:
+    """Of a descriptor, by a high number: what the program opens has the numbers that it would have."""
     limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
     with suppress(OSError, ValueError):
         return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, limit - 16)
@@ -185,13 +170,17 @@ class KeptDescriptor:
 
     @classmethod
     def of(cls, number: int, is_inherited: bool = True, at: int = -1) -> KeptDescriptor | None:
-        """None if it is closed, or if there is another one where the copy is to be. `is_inherited`: whether children
-        that are forked have it, too; a child that outlives the program is not to hold a pipe open."""
+        """None if it is closed. `is_inherited`: whether children that are forked have it, too; a child that outlives
+        the program is not to hold a pipe open. `at`: the number that the copy must have; None if another one has it."""
         with suppress(OSError):
-            made = cls(high_copy(number, at), number, _file(number))
+            copy = high_copy(number) if at < 0 else fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, at)
+            if at not in (-1, copy):
+                os.close(copy)
+                return None
+            kept = cls(copy, number, _file(number))
             if not is_inherited:
-                os.register_at_fork(after_in_child=made.close)
-            return made
+                os.register_at_fork(after_in_child=kept.close)
+            return kept
         return None
 
     def close(self) -> None:
@@ -201,10 +190,10 @@ class KeptDescriptor:
 
     def descriptor(self) -> int | None:
         """The copy, or if that was closed the stream itself, unless it leads elsewhere by now."""
-        for one in (self.copy, self.number):
+        for number in (self.copy, self.number):
             with suppress(OSError):
-                if _file(one) == self.file:
-                    return one
+                if _file(number) == self.file:
+                    return number
         return None
 
 
@@ -271,16 +260,13 @@ def _remove_stale(prefix: str) -> None:
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             process = folder.name[len(prefix) :].partition("-")[0]
-            if process.isdecimal() and folder.lstat().st_uid == os.getuid() and not _lives(int(process)):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:  # it may be somebody else's
-        return not isinstance(error, ProcessLookupError)
-    return True
+            if process.isdecimal() and folder.lstat().st_uid == os.getuid():
+                try:
+                    os.kill(int(process), 0)  # which asks whether it lives
+                except ProcessLookupError:
+                    shutil.rmtree(folder, ignore_errors=True)
+                except PermissionError:  # it does, and is somebody else's
+                    pass
 
 
 # What a process knows of its ranks and of its GPU, where PyTorch may be in the midst of its import.

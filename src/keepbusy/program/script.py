@@ -15,13 +15,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from importlib.machinery import BuiltinImporter, PathFinder, SourceFileLoader, SourcelessFileLoader
 from importlib.util import decode_source
 from itertools import filterfalse, pairwise, takewhile
 from operator import attrgetter, itemgetter
 from pathlib import Path
+from pkgutil import get_importer
 from traceback import walk_tb
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, TextIO
@@ -68,11 +69,15 @@ def run_file(script: str, arguments: Sequence[str]) -> int:
     """
     path = os.path.abspath(script)  # noqa: PTH100  # a symbolic link keeps its name
     main = _new_main([script], arguments)
-    if _holds_a_program(path):
+    if get_importer(path) is not None:  # Python decides so, too: something on `sys.path_hooks` can import from there
         _set_first_path(path)
         return _to_its_end(lambda: _run_module("__main__", alter_argv=False))
     _set_first_path(str(Path(path).resolve().parent))
-    return _to_its_end(lambda: _execute_file(path, main))
+    is_compiled = path.endswith(".pyc")
+    loader = SourcelessFileLoader("__main__", path) if is_compiled else SourceFileLoader("__main__", path)
+    main.__dict__["__loader__"] = loader
+    code = partial(loader.get_code, "__main__") if is_compiled else lambda: COMPILE[-1](Path(path).read_bytes(), path)
+    return _to_its_end(lambda: _execute(code, main, {"__file__": path, "__cached__": None}))
 
 
 def run_module(name: str, arguments: Sequence[str]) -> int:
@@ -104,8 +109,7 @@ def run_text(source: str | bytes, arguments: Sequence[str]) -> int:
 
 def _new_main(program: Sequence[str], arguments: Sequence[str]) -> ModuleType:
     sys.argv = [program[0], *arguments]
-    with suppress(AttributeError):
-        sys.orig_argv[:] = [sys.executable, *program, *arguments]
+    sys.orig_argv[:] = [sys.executable, *program, *arguments]
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
@@ -169,26 +173,6 @@ _INTERPRETERS: list[_Interpreter] = []
 """Of the program that is run, once it is."""
 
 
-def _as_before() -> AbstractContextManager[None]:
-    """The interpreter as it was before the program."""
-    return _INTERPRETERS[-1].again() if _INTERPRETERS else nullcontext()
-
-
-def _holds_a_program(path: str) -> bool:
-    """As Python decides it: whether something on `sys.path_hooks` can import from there."""
-    from pkgutil import get_importer
-
-    return get_importer(path) is not None
-
-
-def _execute_file(path: str, main: ModuleType) -> None:
-    compiled = path.endswith(".pyc")
-    loader = SourcelessFileLoader("__main__", path) if compiled else SourceFileLoader("__main__", path)
-    main.__dict__["__loader__"] = loader
-    made = partial(loader.get_code, "__main__") if compiled else lambda: COMPILE[-1](Path(path).read_bytes(), path)
-    _execute(made, main, {"__file__": path, "__cached__": None})
-
-
 def _execute(made: Callable[[], CodeType | None], main: ModuleType, own: dict[str, str | None]) -> None:
     """`own`: names that it has while it runs. Python takes them away, too: exit handlers do not find them."""
     main.__dict__.update(own)
@@ -201,10 +185,10 @@ def _execute(made: Callable[[], CodeType | None], main: ModuleType, own: dict[st
             main.__dict__.pop(name, None)
 
 
-def _to_its_end(program: object) -> int:
+def _to_its_end(program: Callable[[], object]) -> int:
     failed: BaseException | None = None
     try:
-        program()  # type: ignore[operator]
+        program()
     except SystemExit:
         raise
     except BaseException as error:
@@ -233,8 +217,8 @@ def _begin_the_stack() -> None:
     for function in (getrecursionlimit, setrecursionlimit):  # plain ones: PyTorch's compiler takes no others for them
         setattr(sys, function.__name__, wraps(getattr(sys, function.__name__))(function))
     patches.replace(traceback, "walk_stack", lambda plain: lambda frame: _its_own(plain(frame), itemgetter(0)))
-    for name, patch in (("inspect", _patch_inspect), ("bdb", _patch_debugger)):
-        when_imported(name, partial(patch, patches))
+    when_imported("inspect", lambda: patches.wrap(sys.modules["inspect"], "getouterframes", _outer_frames))
+    when_imported("bdb", lambda: patches.wrap(sys.modules["bdb"].Bdb, "get_stack", _debugged_stack))
 
 
 _PROBE = compile(
@@ -263,23 +247,14 @@ def _its_own(stack: Iterable[Any], frame_of: Callable[[Any], FrameType]) -> Iter
     )
 
 
-def _patch_inspect(patches: Patches) -> None:
-    def outer(plain: Function) -> Function:
-        return lambda *given, **named: [*_its_own(plain(*given, **named), attrgetter("frame"))]
-
-    patches.replace(sys.modules["inspect"], "getouterframes", outer)
+def _outer_frames(plain: Function, *args: Any, **kwargs: Any) -> list[Any]:
+    return [*_its_own(plain(*args, **kwargs), attrgetter("frame"))]
 
 
-def _patch_debugger(patches: Patches) -> None:
-    def getting(plain: Function) -> Function:
-        def get_stack(debugger: Any, frame: FrameType | None, traceback: TracebackType | None) -> Any:
-            stack, at = plain(debugger, frame, traceback)
-            inner = [*_its_own(reversed(stack[: at + 1]), itemgetter(0))][::-1]
-            return inner + stack[at + 1 :], max(0, len(inner) - 1)
-
-        return get_stack
-
-    patches.replace(vars(sys.modules["bdb"])["Bdb"], "get_stack", getting)
+def _debugged_stack(plain: Function, debugger: Any, frame: FrameType | None, traceback: TracebackType | None) -> Any:
+    stack, at = plain(debugger, frame, traceback)
+    inner = [*_its_own(reversed(stack[: at + 1]), itemgetter(0))][::-1]
+    return inner + stack[at + 1 :], max(0, len(inner) - 1)
 
 
 def flush(*streams: TextIO | None) -> None:
@@ -305,22 +280,22 @@ def _leave_us_out(error: BaseException) -> None:
     error.__traceback__ = frames[0] if frames else None
 
 
-def _told_with(error: BaseException) -> list[BaseException]:
+def _shown_with(error: BaseException) -> list[BaseException]:
     """This exception, and all that Python shows with it: those before it, and those of a group."""
-    told, to_come = dict[int, BaseException](), [error]
+    found, to_come = dict[int, BaseException](), [error]
     while to_come:
-        one = to_come.pop()
-        if id(one) not in told:
-            told[id(one)] = one
-            more = one.__cause__, one.__context__, *getattr(one, "exceptions", ())
+        shown_too = to_come.pop()
+        if id(shown_too) not in found:
+            found[id(shown_too)] = shown_too
+            more = shown_too.__cause__, shown_too.__context__, *getattr(shown_too, "exceptions", ())
             to_come += [each for each in more if each is not None]
-    return [*told.values()]
+    return [*found.values()]
 
 
 def _show(error: BaseException) -> None:
     """The program's traceback, as Python shows it."""
-    for one in _told_with(error):
-        _leave_us_out(one)
+    for each in _shown_with(error):
+        _leave_us_out(each)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
@@ -356,7 +331,7 @@ def cut_short(number: int = 0) -> CutShort | None:
 
     error = getattr(sys, "last_value", None)
     if error is not None:
-        stack = [(one.f_code, line) for one, line in walk_tb(error.__traceback__)]
+        stack = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     elif number:
         main = threading.main_thread().ident or 0
         stack = [(code, line_number(code, at)) for code, at in reversed(stacks_of([main])[main])]
@@ -401,12 +376,12 @@ class Ending:
         if threading.current_thread() is threading.main_thread() and _get(signal.SIGTERM) is signal.SIG_DFL:
             _set(signal.SIGTERM, self._terminated)
             for name in ("signal", "getsignal"):
-                self._patches.replace(signal, name, self._without_ours)
+                self._patches.wrap(signal, name, self._without_ours)
             self._is_woken = True
             self._hear_signals()
             _set_wakeup(self._wakeup, warn_on_full_buffer=False)
-            self._patches.replace(signal, "set_wakeup_fd", self._while_it_has_none)
-            self._patches.replace(os, "closerange", self._closing)
+            self._patches.wrap(signal, "set_wakeup_fd", self._set_wakeup_fd)
+            self._patches.wrap(os, "closerange", self._close_range)
             os.register_at_fork(before=self._hold, after_in_parent=self._hold_no_more, after_in_child=self._in_child)
 
     def by(self, number: int) -> None:
@@ -423,7 +398,9 @@ class Ending:
                     _set(signal.SIGTERM, self._terminated)
             self._last()
         if self.signal:
-            _die_of(self.signal)
+            flush()
+            signal.signal(self.signal, signal.SIG_DFL)
+            os.kill(os.getpid(), self.signal)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         if self._is_ending:  # `finish` comes or is under way
@@ -457,17 +434,14 @@ class Ending:
         its_own = sys.getrecursionlimit()
         sys.setrecursionlimit(max(its_own, self._depth))
         try:
-            with _as_before():
+            with _INTERPRETERS[-1].again() if _INTERPRETERS else nullcontext():
                 self._finish()
         finally:
             sys.setrecursionlimit(its_own)
 
-    def _without_ours(self, original: Function) -> Function:
-        def told(*args: Any, **kwargs: Any) -> Any:
-            handler = original(*args, **kwargs)
-            return signal.SIG_DFL if handler == self._terminated else handler
-
-        return told
+    def _without_ours(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        handler = original(*args, **kwargs)
+        return signal.SIG_DFL if handler == self._terminated else handler
 
     def _hear_signals(self) -> None:
         """Python's handlers run between two lines of the program, and on a real GPU it may hang in one, as a rank does
@@ -489,39 +463,31 @@ class Ending:
         """Where Python says of a signal that it has come; -1 where nobody listens."""
         return self._pipe[1].copy if self._pipe is not None else -1
 
-    def _while_it_has_none(self, original: Function) -> Function:
-        """Ours is there, of which the program is not told: some warn where they find another one."""
-
-        def set_wakeup_fd(fd: int, **options: Any) -> int:
-            with self._lock:
-                ours = self._wakeup
-                before = original(ours, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
-                self._is_woken = fd == -1
-            return -1 if before == ours else int(before)
-
-        return set_wakeup_fd
+    def _set_wakeup_fd(self, original: Function, fd: int, **options: Any) -> int:
+        """While the program has none ours is there, which is not said: some warn where they find another one."""
+        with self._lock:
+            ours = self._wakeup
+            before = original(ours, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
+            self._is_woken = fd == -1
+        return -1 if before == ours else int(before)
 
     def _hear(self, pipe: tuple[KeptDescriptor, KeptDescriptor]) -> None:
         patience = _PATIENCE if self._in_handler else _PATIENCE_WITH_US
         with suppress(OSError):
-            while (heard := pipe[0].descriptor()) is not None and (came := os.read(heard, 1)):
-                if came[0] == signal.SIGTERM and not self._handled.wait(patience) and self._is_ours():
+            while (reading := pipe[0].descriptor()) is not None and (number := os.read(reading, 1)):
+                if number[0] == signal.SIGTERM and not self._handled.wait(patience) and self._is_ours():
                     ctypes.CDLL(None).signal(signal.SIGTERM, None)  # Python would have this said in the main thread
                     os.kill(self._process, signal.SIGTERM)
         with self._lock:
             if self._pipe is pipe:
                 self._hear_signals()
 
-    def _closing(self, original: Function) -> Function:
+    def _close_range(self, original: Function, *numbers: int) -> None:
         """Daemons close all that there is, and Python would complain at each signal that it cannot write."""
-
-        def closerange(*numbers: int) -> None:
-            original(*numbers)
-            with self._lock:
-                if self._pipe is not None and any(end.descriptor() is None for end in self._pipe):
-                    self._hear_signals()
-
-        return closerange
+        original(*numbers)
+        with self._lock:
+            if self._pipe is not None and any(end.descriptor() is None for end in self._pipe):
+                self._hear_signals()
 
     def _close_pipe(self) -> None:
         for end in self._pipe or ():
@@ -568,10 +534,10 @@ def _starts(thread: threading.Thread) -> bool:
 def _call_of_ours(frame: FrameType | None) -> FrameType | None:
     """The call of ours, or the import, that the program's innermost line stands in: it may be half done."""
     found: FrameType | None = None
-    for one in outwards(frame):
-        if is_ours(one.f_code.co_filename):
-            found = one
-        elif found is not None or kind_of(one.f_code.co_filename) in PROGRAM_CODE:
+    for caller in outwards(frame):
+        if is_ours(caller.f_code.co_filename):
+            found = caller
+        elif found is not None or kind_of(caller.f_code.co_filename) in PROGRAM_CODE:
             break
     return found
 
@@ -589,9 +555,3 @@ def _at_return(frame: FrameType, act: Callable[[], object]) -> None:
 
     frame.f_trace = trace
     sys.settrace(lambda *_: None)
-
-
-def _die_of(number: int) -> None:
-    flush()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import linecache
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
+from itertools import takewhile
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from keepbusy.program.lines import OURS, TEXTS, USER, compiled_as_written, is_importing, kind_of, shown
 
@@ -25,6 +27,11 @@ class Line(NamedTuple):
 Chain = tuple[Line, ...]
 """Where the program is, from the outside in."""
 NO_LINE = Line(-1, 0)
+
+
+def in_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """With how many equal entries both chains begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 class ProgramCodes:
@@ -95,22 +102,17 @@ class CodeObjects:
 
     def _placeholder(self, file: str, name: str) -> CodeType:
         """The same one for each line of a function, as for a real one."""
-        if (file, name) not in self._placeholders:
-            plain = name.rpartition(".")[2] or name
-            self._placeholders[file, name] = _UNKNOWN.replace(co_filename=file, co_name=plain, co_qualname=name)
-        return self._placeholders[file, name]
+        made = _UNKNOWN.replace(co_filename=file, co_name=name.rpartition(".")[2], co_qualname=name)
+        return self._placeholders.setdefault((file, name), made)
 
     def _of_file(self, file: str) -> dict[str, list[CodeType]]:
         known = self._in_file.get(file)
         if known is None:
             known = self._in_file[file] = defaultdict(list)
-            try:
-                text = self._read(file)
-                module = self._compiled(text.encode(), file) if text else None
-            except (SyntaxError, ValueError):
-                module = None
-            for code in _within(module) if module is not None else ():
-                known[code.co_qualname].append(code)
+            with suppress(SyntaxError, ValueError):
+                if text := self._read(file):
+                    for code in _within(self._compiled(text.encode(), file)):
+                        known[code.co_qualname].append(code)
         return known
 
 

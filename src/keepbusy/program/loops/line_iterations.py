@@ -10,12 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 import numpy as np
 
 from keepbusy.program.lines import TORCH
-from keepbusy.program.loops.codes import Chain, ProgramCodes
+from keepbusy.program.loops.codes import Chain, ProgramCodes, in_common
 from keepbusy.program.loops.source_loops import SourceLoops
 from keepbusy.timeline.model import Ints
 
@@ -38,7 +37,8 @@ class LineIterations:
         for number, both in enumerate(ways.tolist()):
             first, second = (known[chain] for chain in divmod(both, len(known)))
             visits = np.flatnonzero(way == number)
-            depth, is_same_frame = _parting(first, second)
+            depth = in_common(first, second)
+            is_same_frame = depth < min(len(first), len(second)) and first[depth].code == second[depth].code
             for loop, goes_on in self._iterated(first, second, depth, is_same_frame):
                 visits_of[loop].append(visits)
                 repeated |= {loop} if goes_on else set()
@@ -80,11 +80,3 @@ class LineIterations:
             if seen > 1:
                 sure.add(key)
         return frozenset(self.ends) - sure
-
-
-def _parting(first: Chain, second: Chain) -> tuple[int, bool]:
-    """From which frame on the two are no longer alike, and whether both have that frame, at another line."""
-    for depth, (line, other) in enumerate(zip_longest(first, second)):
-        if line != other:
-            return depth, line is not None and other is not None and line.code == other.code
-    return len(first), False

@@ -264,11 +264,11 @@ class RunTree:
             nodes += node.children.values()
             if node.loop is not None:
                 places[node.key].append(node)
-        for loop, here in places.items():
+        for loop, nodes_of_loop in places.items():
             if (ends := self._times.ends.get(loop)) is None:
                 continue
             owner = np.full(len(self._where.known), NONE, np.int64)
-            for number, node in enumerate(here):
+            for number, node in enumerate(nodes_of_loop):
                 owner[node.all_chains()] = number
             inside = np.flatnonzero(owner[self._where.chains] != NONE)
             starts = self._where.times[inside]
@@ -276,9 +276,9 @@ class RunTree:
             before = np.maximum(after - 1, 0)
             after = np.minimum(after, len(inside) - 1)
             is_before = ends - starts[before] <= starts[after] - ends
-            whose = owner[self._where.chains[inside[np.where(is_before, before, after)]]]
-            for number, node in enumerate(here):
-                node.ends = ends[whose == number]
+            owners = owner[self._where.chains[inside[np.where(is_before, before, after)]]]
+            for number, node in enumerate(nodes_of_loop):
+                node.ends = ends[owners == number]
 
     def _fold(self, node: LoopNode) -> None:
         """Loops that hardly matter stand among the lines of what they are in."""
@@ -313,12 +313,18 @@ class RunTree:
         for (kind, place), found in groups.items():
             chains = [chain for chain, _ in found]
             time = self._times.time(chains)
-            part = Part(kind, place, began=self._began(chains), time=time, busy=self._times.busy(chains))
-            if kind == LINE:
-                part = replace(part, source=self._times.text(found[0][1]))
-            else:
-                part = replace(part, lines=self._lines(found))
-            parts.append(replace(part, turns=1, turn=time))
+            part = Part(
+                kind,
+                place,
+                source=self._times.text(found[0][1]) if kind == LINE else "",
+                began=self._began(chains),
+                time=time,
+                busy=self._times.busy(chains),
+                turns=1,
+                turn=time,
+                lines=() if kind == LINE else self._lines(found),
+            )
+            parts.append(part)
         return parts
 
     def _began(self, chains: Sequence[int]) -> int:
@@ -391,8 +397,8 @@ class RunTree:
             found.append(
                 SlowTurns(
                     count=len(kind.rows),
-                    every=beat.every if beat.regular else len(number) / len(kind.rows),
-                    regular=beat.regular,
+                    every=len(number) / len(kind.rows) if beat is None else beat,
+                    regular=beat is not None,
                     longer=int(np.median(kind.longer)),
                     total=kind.total,
                     place=self._codes.place(known[kind.place]) if kind.place != NONE else "",

@@ -30,8 +30,6 @@ def slow_from(took: Ints) -> float:
 
 def warm_up(took: Ints) -> int:
     """How many iterations at the beginning are not like those that follow: memory, tuning and compiling take time."""
-    if len(took) < 4:
-        return 0
     half = took[len(took) // 2 :]
     usual = took <= min(int(slow_from(half)), int(2 * np.median(half)))
     settled = np.flatnonzero(usual[:-2] & usual[1:-1] & usual[2:])
@@ -40,24 +38,18 @@ def warm_up(took: Ints) -> int:
     return int(min(settled[0], len(took) // 2)) if len(settled) else len(took) // 2
 
 
-class Beat(NamedTuple):
-    """Iterations from one to the next, typically, and whether always so many."""
-
-    every: float = 0.0
-    regular: bool = False
-
-
-def beat_of(slow: Ints, known: Ints) -> Beat:
-    """Of iterations by their numbers, sorted. Where not all between two are known, another may have come."""
+def beat_of(slow: Ints, known: Ints) -> float | None:
+    """From one slow iteration to the next, typically; None if they keep no beat. Both are numbers of iterations, in
+    order: where not all between two slow ones are known, another may have come."""
     if len(slow) < 2:
-        return Beat()
+        return None
     distances = np.diff(slow)
     whole = np.diff(np.searchsorted(known, slow)) == distances
     every = float(np.median(distances[whole] if whole.any() else distances))
     beats = np.maximum(1.0, np.round(distances / every))
     exact = (np.abs(distances - beats * every) <= 1).mean() >= BEAT_SHARE and beats.mean() < 2
     throughout = slow[-1] - slow[0] + every >= BEAT_LASTS * (known[-1] - slow[0])
-    return Beat(every, bool(exact and throughout))
+    return every if exact and throughout else None
 
 
 class SlowKind(NamedTuple):

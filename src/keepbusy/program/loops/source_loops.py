@@ -32,7 +32,7 @@ class SourceLoop(NamedTuple):
 
 
 @dataclass
-class _Function:
+class _SourceFunction:
     """What the source of a function, or of a module, tells."""
 
     tree: ast.AST
@@ -50,10 +50,10 @@ class SourceLoops:
     def __init__(self, read: Callable[[str], str]) -> None:
         """`read` gives the text of a file; "" where there is none."""
         self._read = read
-        self._functions: dict[tuple[str, int], _Function] = {}  # by file and first line
+        self._functions: dict[tuple[str, int], _SourceFunction] = {}  # by file and first line
         self._lines: dict[str, list[str]] = {}
 
-    def _function(self, code: CodeType) -> _Function:
+    def _function(self, code: CodeType) -> _SourceFunction:
         """Without loops where its file went, or was never one."""
         first = _first_line(code)
         found = self._functions.get((code.co_filename, first))
@@ -61,7 +61,7 @@ class SourceLoops:
             tree = _tree_of(self._text(code.co_filename), code)
             functions = (node for node in ast.walk(tree) if first and _begins_at(node) == first)
             certain = tuple(_certain(getattr(next(functions, tree), "body", []), ast.Return | ast.Raise))
-            found = _Function(tree, [loop for owner, loop in _loops(tree, 0) if owner == first], certain)
+            found = _SourceFunction(tree, [loop for owner, loop in _loops(tree, 0) if owner == first], certain)
             self._functions[code.co_filename, first] = found
         return found
 

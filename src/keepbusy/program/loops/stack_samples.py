@@ -133,8 +133,17 @@ class StackSampler:
                 chain.clear()  # what a module does while it is imported is importing, and no loop of the run
             if kind != HIDDEN or not chain:
                 chain.append(line)
-        self._note(now if due is None else due, tuple(chain[: -DEEPEST - 1 : -1]))
-        if self._native != NONE and len(self.samples.times) % BESIDE_EVERY == 1:
+        samples, outermost = self.samples, tuple(chain[: -DEEPEST - 1 : -1])
+        if outermost not in self._chains:
+            self._chains[outermost] = len(samples.known_chains)
+            samples.known_chains.append(outermost)
+        samples.times.append(now if due is None else due)
+        samples.chains.append(self._chains[outermost])
+        if len(samples.times) > KEPT_SAMPLES:
+            del samples.times[1::2]
+            del samples.chains[1::2]
+            self._every *= 2
+        if self._native != NONE and len(samples.times) % BESIDE_EVERY == 1:
             self._sample_other_threads()
 
     def _stack(self) -> tuple[int, list[tuple[CodeType, tuple[int, int], int]]]:
@@ -147,18 +156,6 @@ class StackSampler:
                 stack.append((frame.f_code, at, 0 if at in self._lines else frame.f_lineno or 0))
                 frame = frame.f_back
         return now, stack
-
-    def _note(self, now: int, chain: Chain) -> None:
-        samples = self.samples
-        if chain not in self._chains:
-            self._chains[chain] = len(samples.known_chains)
-            samples.known_chains.append(chain)
-        samples.times.append(now)
-        samples.chains.append(self._chains[chain])
-        if len(samples.times) > KEPT_SAMPLES:
-            del samples.times[1::2]
-            del samples.chains[1::2]
-            self._every *= 2
 
     def _sample_other_threads(self) -> None:
         """What the processors gave since the last sample to other threads that run the program's own code: while one

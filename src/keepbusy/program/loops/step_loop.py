@@ -168,8 +168,14 @@ def with_marks(timeline: Timeline, lane: int, trains: BusyLoop, loops: Sequence[
             marked = guessed.change_facts(loop=trains.place)
     worth = LOOP_IS_WORTH * sum(loop.time for loop in loops)
     parts = {key for loop in loops if _is_part(loop, trains) for key in loop.nest} | {*trains.nest}
-    further = [_further(timeline, lane, loop) for loop in loops if loop.nest[-1] not in parts and loop.waits >= worth]
-    return marked.change(further=tuple(window for window in further if window is not None))
+    further = list[Timeline]()  # a few iterations of each
+    for loop in loops:
+        if loop.nest[-1] not in parts and loop.waits >= worth:
+            window = _marked(timeline, lane, loop, KEPT_ITERATIONS)
+            if window.facts.loop:
+                reason = WindowReason(LOOP, place=loop.place)
+                further.append(turns_alone(window, brief=True).change_facts(reason=reason, run=None, notes=()))
+    return marked.change(further=tuple(further))
 
 
 def _is_part(loop: BusyLoop, trains: BusyLoop) -> bool:
@@ -191,11 +197,3 @@ def _marked(timeline: Timeline, lane: int, loop: BusyLoop, last: int = 0) -> Tim
     if len(marks) - len(apart) < FEWEST_MARKS:
         return timeline
     return timeline.change(marks=marks).change_facts(loop=loop.place, beside=tuple(apart.tolist()))
-
-
-def _further(timeline: Timeline, lane: int, loop: BusyLoop) -> Timeline | None:
-    """A few iterations of another loop; None where there are none."""
-    marked = _marked(timeline, lane, loop, KEPT_ITERATIONS)
-    if not marked.facts.loop:
-        return None
-    return turns_alone(marked, brief=True).change_facts(reason=WindowReason(LOOP, place=loop.place), run=None, notes=())
