@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from types import CodeType
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from keepbusy.log.log_file import StackFrame
 from keepbusy.log.profiler_window import OperatorBetweenCalls, Operators
 from keepbusy.log.program_log import BACKWARD_PASS
 from keepbusy.program.lines import HIDDEN, LIBRARY, OUTSIDE, USER, holds_loop, kind_of, shown
-from keepbusy.program.loops.codes import CodeObjects
+from keepbusy.program.loops.codes import CodeObjects, in_common
 from keepbusy.timeline.frame_roles import tells_purpose
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask, Table, column
 
@@ -106,8 +105,7 @@ class Chains:
         """With what goes on there: each annotation stands within the lines that it shares with where it began."""
         chain, reached = list[Entry](), 0
         for number, stack in noted:
-            shared = [*takewhile(lambda pair: pair[0] == pair[1], zip(lines, self._of(stack), strict=False))]
-            upto = max(reached, len(shared))
+            upto = max(reached, in_common(lines, self._of(stack)))
             chain += [*lines[reached:upto], (FrameKind.ANNOTATION, self._name(number))]
             reached = upto
         return (*chain, *lines[reached:])
@@ -225,10 +223,8 @@ class Visits(Table):
         lengths = np.array([len(chain) for chain in chains], np.int64)
         before = np.concatenate([[NOWHERE], self.chain[:-1]])
         pairs, which = np.unique(before * len(chains) + self.chain, return_inverse=True)
-        common = [
-            _in_common(chains[first], chains[second])
-            for first, second in (divmod(p, len(chains)) for p in pairs.tolist())
-        ]
+        both = (divmod(pair, len(chains)) for pair in pairs.tolist())
+        common = [in_common(chains[first], chains[second]) for first, second in both]
         kept = np.minimum(np.array(common, np.int64)[which], np.minimum(self.shared_at_most, lengths[self.chain]))
         # what a sample has opened, a call does not go on with
         after_sample = np.flatnonzero(self.is_exact[1:] & ~self.is_exact[:-1]) + 1
@@ -240,10 +236,6 @@ class Visits(Table):
         return kept
 
 
-def _in_common(first: Chain, second: Chain) -> int:
-    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))])
-
-
 def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], lane: int) -> tuple[Frames, Mask, Ints]:
     """Frames of a lane, in the order in which they open; whether a call tells of each; and the innermost frame of each
     visit. `names`: their numbers, which new ones join."""
@@ -252,9 +244,8 @@ def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], la
     depths = range(int(lengths.max(initial=0)))
     changes = [np.flatnonzero(kept <= depth) for depth in depths]
     opens = [rows[lengths[rows] > depth] for depth, rows in enumerate(changes)]
-    last = [
-        np.append(rows[1:], len(kept))[lengths[rows] > depth] - 1 for depth, rows in enumerate(changes)
-    ]  # the visit with which a frame ends that opens there
+    # the visit with which a frame ends that opens there
+    last = [np.append(rows[1:], len(kept))[lengths[rows] > depth] - 1 for depth, rows in enumerate(changes)]
     nothing = np.zeros(0, np.int64)
     visit, until = (np.concatenate([nothing, *column]) for column in (opens, last))
     depth = np.repeat(np.arange(len(opens)), [len(rows) for rows in opens])

@@ -29,29 +29,29 @@ def rebuild_ranks(
     """Round by round, until collectives hardly move: when one rank arrives depends on when earlier ones ended."""
     behind = clocks_behind or [0] * len(logs)
     rebuilders = [Rebuilder(log, taught) for log, taught in zip(logs, times, strict=True)]
-    places = [_collectives(one) for one in rebuilders]
+    places = [_collectives(rebuilder) for rebuilder in rebuilders]
     wire = dict[Place, float]()
-    for one, of_rank in zip(rebuilders, places, strict=True):
-        alone = one.times.wires(one.log, one.described)
+    for rebuilder, of_rank in zip(rebuilders, places, strict=True):
+        alone = rebuilder.times.wires(rebuilder.log, rebuilder.described)
         for number, place in of_rank.items():
             wire[place] = min(wire.get(place, np.inf), float(alone[number]))
     arrivals, before = defaultdict[Place, _LastArrivals](_LastArrivals), np.inf
     runs = list[RebuiltRun]()
     for _ in range(_MOST_ROUNDS):
         runs = [
-            one.run(
+            rebuilder.run(
                 {
                     number: Meeting(wire[place], arrivals[place].of_others(rank) - behind[rank] + wire[place])
                     for number, place in of_rank.items()
                 }
             )
-            for rank, (one, of_rank) in enumerate(zip(rebuilders, places, strict=True))
+            for rank, (rebuilder, of_rank) in enumerate(zip(rebuilders, places, strict=True))
         ]
         now = defaultdict[Place, _LastArrivals](_LastArrivals)
         for rank, (run, of_rank) in enumerate(zip(runs, places, strict=True)):
             for number, place in of_rank.items():
                 now[place].add(rank, float(run.begin[number]) + behind[rank])
-        moved = sum(abs(one.last - arrivals[place].last) for place, one in now.items())
+        moved = sum(abs(arrival.last - arrivals[place].last) for place, arrival in now.items())
         arrivals = now
         if moved <= _SETTLED * len(now) or moved > _STILL_SETTLES * before:
             break

@@ -53,7 +53,7 @@ def device_events(trace: Iterable[dict[str, Any]]) -> list[DeviceEvent]:
                 _KINDS[event["cat"]], *shape, args["stream"], np.nan, start, 1e3 * event["dur"], event.get("name", "")
             )
             found.append((correlation, seen))
-    found.sort(key=lambda one: (one[0], one[1].start))
+    found.sort(key=lambda pair: (pair[0], pair[1].start))
     return [event._replace(issued=issued.get(correlation, np.nan)) for correlation, event in found]
 
 
@@ -133,18 +133,18 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
 
 def shared_by_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[KernelTimes]:
     """Ranks run the same kernels on like GPUs, so a rank whose window missed one takes its time from other ranks."""
-    most = max(times, key=lambda one: len(one.durations))
+    most = max(times, key=lambda of_rank: len(of_rank.durations))
     numbers = [_numbers_of_names(log) for log in logs]
     learned = defaultdict[tuple[DriverCall, int, int], list[tuple[float, float, str]]](list)
-    for of_rank, one in zip(numbers, times, strict=True):
+    for of_rank, its_times in zip(numbers, times, strict=True):
         calls = {number: call for call, number in of_rank.items()}
-        for (number, size, flag), duration in one.durations.items():
+        for (number, size, flag), duration in its_times.durations.items():
             if number in calls:
-                fastest, name = one.fastest.get((number, size, flag), duration), one.names.get(number, "")
+                fastest, name = its_times.fastest.get((number, size, flag), duration), its_times.names.get(number, "")
                 learned[calls[number], size, flag].append((duration, fastest, name))
     shared = list[KernelTimes]()
-    for log, of_rank, one in zip(logs, numbers, times, strict=True):
-        known = replace(one if one.durations else most, durations={}, fastest={}, names={})
+    for log, of_rank, its_times in zip(logs, numbers, times, strict=True):
+        known = replace(its_times if its_times.durations else most, durations={}, fastest={}, names={})
         for (call, size, flag), each in learned.items():
             if call in of_rank:
                 number = of_rank[call]
@@ -152,8 +152,8 @@ def shared_by_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> 
                 known.durations[number, size, flag] = float(np.median(durations))
                 known.fastest[number, size, flag], known.names[number] = min(fastest_of), names[0]
         for field_name in ("durations", "fastest", "names"):
-            getattr(known, field_name).update(getattr(one, field_name))
-        known.by_function, known.copies = _by_function(log, known.durations), most.copies | one.copies
+            getattr(known, field_name).update(getattr(its_times, field_name))
+        known.by_function, known.copies = _by_function(log, known.durations), most.copies | its_times.copies
         shared.append(known)
     return shared
 
@@ -191,16 +191,12 @@ def _matched(log: DriverLog, described: NDArray[Any], events: Sequence[DeviceEve
     shape that both have equally often."""
     by_shape = defaultdict[Any, list[int]](list)
     for at, number in enumerate(log.rows["call"][described].tolist()):
-        call = log.calls[number]
-        by_shape[call.kind if call.kind in ("launch", "set_memory") else "copy", call.grid, call.block].append(at)
+        by_shape[log.calls[number].shape].append(at)
     seen = defaultdict[Any, list[DeviceEvent]](list)
     for event in events:
         seen[event.kind, event.grid, event.block].append(event)
     equal = [shape for shape, places in by_shape.items() if len(places) == len(seen[shape])]
-    return sorted(
-        ((at, event) for shape in equal for at, event in zip(by_shape[shape], seen[shape], strict=True)),
-        key=lambda one: one[0],
-    )
+    return sorted(pair for shape in equal for pair in zip(by_shape[shape], seen[shape], strict=True))
 
 
 def _line(points: Sequence[tuple[int, float]], usual: float) -> tuple[float, float]:

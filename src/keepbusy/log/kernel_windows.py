@@ -162,6 +162,7 @@ class KernelWindows:
                 self.fault = f"{type(error).__name__}: {error}"
 
     def _open(self) -> None:
+        from torch._C._profiler import _ExperimentalConfig
         from torch.autograd import profiler
 
         with self._lock:
@@ -170,8 +171,9 @@ class KernelWindows:
             began = time.perf_counter_ns()
             self._is_ours = True
             try:
+                settings = _ExperimentalConfig(profile_all_threads=True)
                 opening = profiler.profile(
-                    use_cpu=True, use_device="cuda", use_kineto=True, experimental_config=_in_all_threads()
+                    use_cpu=True, use_device="cuda", use_kineto=True, experimental_config=settings
                 )
                 with deaf_to_signals():  # the profiler's threads: the program's signals are for its own
                     opening.__enter__()
@@ -209,12 +211,7 @@ class KernelWindows:
     def _save(self) -> None:
         from torch.autograd import profiler
 
-        self._is_ours = True
-        try:
-            results = profiler._disable_profiler()
-            results.save(str(self._folder / f"window{len(self.windows) - 1}.json"))
-        finally:
-            self._is_ours = False
+        profiler._disable_profiler().save(str(self._folder / f"window{len(self.windows) - 1}.json"))
 
     def _give_way(self, native: Function, *args: Any, **kwargs: Any) -> Any:
         if not self._is_ours:
@@ -283,9 +280,3 @@ def _period(rows: np.ndarray) -> int:
         if _FEW <= length <= len(keys) // _TIMES and (keys[length:] == keys[:-length]).mean() > _ALIKE:
             return length
     return 0
-
-
-def _in_all_threads() -> Any:
-    from torch._C._profiler import _ExperimentalConfig
-
-    return _ExperimentalConfig(profile_all_threads=True)

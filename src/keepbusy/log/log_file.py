@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepbusy.program.loops.log_gaps import LogGaps
+from keepbusy.timeline.model import STAGED_BYTES
 
 CLOCK = "clock"
 """In the folder of a process of another host: nanoseconds by which its clock is behind."""
@@ -54,6 +55,11 @@ class DriverCall:
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     shared: int = 0
+
+    @property
+    def shape(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """As the profiler tells commands apart, which knows copies of one kind."""
+        return self.kind if self.kind in ("launch", "set_memory") else "copy", self.grid, self.block
 
 
 @dataclass(frozen=True)
@@ -123,10 +129,21 @@ def read_log(folder: Path) -> DriverLog:
             said = json.loads(line)
         except json.JSONDecodeError:
             break
-        if "ticks" in said:
-            clock.append((said["ticks"], said["nanoseconds"]))
-        else:
-            _take(log, said)
+        match said:
+            case {"ticks": ticks, "nanoseconds": nanoseconds}:
+                clock.append((ticks, nanoseconds))
+            case {"call": number, "kind": kind}:
+                rest = {name: said[name] for name in said.keys() - {"call", "kind"}}
+                rest = {name: tuple(value) if isinstance(value, list) else value for name, value in rest.items()}
+                log.calls[number] = DriverCall(kind, **rest)
+            case {"stack": number, "frames": frames}:
+                log.stacks[number] = tuple(StackFrame(*frame) for frame in frames)
+            case {"stream": number, "handle": handle, "context": context}:
+                log.streams[number] = LoggedStream(handle, context)
+            case {"thread": _}:
+                log.threads.append(said)
+            case {"communicator": _}:
+                log.communicators.append(said)
     log.begin, log.took = _nanoseconds(log, clock or [(0, 0)])
     return log
 
@@ -140,23 +157,6 @@ def _nanoseconds(log: DriverLog, clock: list[tuple[int, int]]) -> tuple[NDArray[
     return begin, (log.took * rate).astype(np.int64)
 
 
-def _take(log: DriverLog, line: dict[str, Any]) -> None:
-    match line:
-        case {"call": number, "kind": kind}:
-            rest: dict[str, Any] = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in line.items()
-            }
-            log.calls[number] = DriverCall(kind, **{name: rest[name] for name in rest.keys() - {"call", "kind"}})
-        case {"stack": number, "frames": frames}:
-            log.stacks[number] = tuple(StackFrame(*frame) for frame in frames)
-        case {"stream": number, "handle": handle, "context": context}:
-            log.streams[number] = LoggedStream(handle, context)
-        case {"thread": _}:
-            log.threads.append(line)
-        case {"communicator": _}:
-            log.communicators.append(line)
-
-
 def different_rows(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
     """The different rows of these columns, in order, and of each row which of them it is. One number stands for a row:
     to sort rows themselves takes ten times as long."""
@@ -165,7 +165,7 @@ def different_rows(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[n
     for column in columns:
         rank = column - column.min(initial=0)
         if float(number.max(initial=0) + 1) * float(rank.max(initial=0) + 1) >= 2.0**62:
-            number, rank = (np.unique(one, return_inverse=True)[1].astype(np.int64) for one in (number, rank))
+            number, rank = (np.unique(each, return_inverse=True)[1].astype(np.int64) for each in (number, rank))
         number = number * (rank.max(initial=0) + 1) + rank
     count, which = np.unique(number, return_inverse=True)
     first = np.zeros(len(count), np.intp)
@@ -224,6 +224,15 @@ def _graph_contents(log: DriverLog, kinds: NDArray[np.str_], captured: NDArray[n
                 began = stream if stream in open_captures else [*open_captures][-1]  # other streams join a capture
                 open_captures[began].append(row)
     return contents
+
+
+def waited_copies(log: DriverLog, kinds: NDArray[np.str_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Of each row, whether the call waits for a copy to the host or between the two; and whether the driver carries a
+    copy to the GPU piece by piece, and returns with the last one."""
+    flags = log.rows["flags"]
+    waited_for = np.isin(kinds, ("copy_to_host", "copy")) & (flags & int(CallFlag.PAGEABLE | CallFlag.BLOCKING) != 0)
+    through_host = (kinds == "copy_to_gpu") & (flags & int(CallFlag.PAGEABLE) != 0)
+    return waited_for, through_host & (log.rows["value"] > STAGED_BYTES)
 
 
 def collective_of(log: DriverLog) -> NDArray[np.int64]:

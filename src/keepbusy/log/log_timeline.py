@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, takewhile
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,16 +22,15 @@ from keepbusy.log.host_frames import (
     with_operators,
 )
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, collective_of, different_rows
+from keepbusy.log.log_file import CallFlag, DriverLog, StackFrame, collective_of, different_rows, waited_copies
 from keepbusy.log.profiler_window import CallKey, CallOperators, Operators, call_keys
 from keepbusy.log.rebuild import SYNCS, RebuiltRun
-from keepbusy.program.loops.codes import CodeObjects
+from keepbusy.program.loops.codes import CodeObjects, in_common
 from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS, described
 from keepbusy.timeline.model import (
     EVERY_LANE,
     LONGEST_HANDOVER,
     NONE,
-    STAGED_BYTES,
     UNRECORDED,
     WORKERS,
     Direction,
@@ -64,7 +63,6 @@ _COPIES = {
 _ELEMENT_SIZES = {0: 1, 1: 1, 4: 8, 5: 8, 6: 2, 8: 8, 9: 2, 10: 1, 11: 1}
 """Bytes of NCCL's types; of those that are missing, 4."""
 _KINDS = {"launch": Kind.KERNEL, "set_memory": Kind.FILL}
-_PAGEABLE, _BLOCKING = (int(flag) for flag in (CallFlag.PAGEABLE, CallFlag.BLOCKING))
 _HOST_LANE = 0
 _THREADS_BEGIN_IN = ("<module>", "_run_module_as_main", "Thread._bootstrap")
 """The outermost function of a stack, in a thread that Python began."""
@@ -145,7 +143,7 @@ class LogTimeline:
         self._is_allocation = np.isin(self._kinds, _ALLOCATING) & ran & ~has_commands
         self._is_note = self._kinds == "note"
         self._reads_scalar = self._is_launch & (self._kinds == "copy_to_host") & (log.rows["value"] <= _SCALAR)
-        self._is_waited_for = self._is_launch & _is_waited_for(log, self._kinds)
+        self._is_waited_for = self._is_launch & np.logical_or(*waited_copies(log, self._kinds))
 
     def _threads(self) -> tuple[Ints, Mask]:
         """The lane of each row, and whether its thread is one that Python began. All others are PyTorch's own and work
@@ -208,7 +206,7 @@ class LogTimeline:
         calls = np.full(len(log.rows), NONE, np.int64)
         is_call = np.concatenate(places) == _CALL
         calls[np.concatenate(rows)[is_call]] = new[is_call]
-        names = (*self._names, UNRECORDED)
+        names, held = (*self._names, UNRECORDED), run.held_when_full  # where launches had to wait for room
         spans = described(spans, names)
         host_lanes = (Lane(self._rank, None, lane, f"thread {lane - len(self._lanes)}") for lane in lanes[1:])
         groups = {line["id"] & 0x7FFFFFFF: line["ranks"] for line in log.communicators if "id" in line}
@@ -223,16 +221,11 @@ class LogTimeline:
             spans=spans,
             links=Links.concatenate([self._links(calls, command_rows), begun]),
             frames=described(Frames.concatenate(frames), names),
-            facts=replace(self._facts, groups=groups, pending_limit=self._room()),
+            facts=replace(self._facts, groups=groups, pending_limit=int(np.median(held)) if held else None),
         )
         host = timeline.rows_of(_HOST_LANE)
         marks = np.searchsorted(spans.start[host], begins - origin)
         return settle(timeline.change(marks=np.unique(host[marks[marks < len(host)]])))
-
-    def _room(self) -> int | None:
-        """Of a stream's queue, where launches had to wait for room."""
-        held = self._run.held_when_full
-        return int(np.median(held)) if held else None
 
     def _events(self, rows: Ints) -> _HostEvents:
         log = self._log
@@ -313,11 +306,8 @@ class LogTimeline:
         place = np.concatenate([np.zeros(len(gaps), np.int64), stay_place, np.full(len(calls), _CALL)])
         starts = np.concatenate([events.reached[gaps], stay_start, events.begin[calls]])
         ends = np.concatenate([events.begin[gaps], stay_end, events.end[calls]])
-        are_exact = [
-            np.ones(len(gaps), bool),
-            np.array([stay.is_exact for stay in stays], bool),
-            np.ones(len(calls), bool),
-        ]
+        are_exact = np.ones(len(row), bool)
+        are_exact[len(gaps) : len(gaps) + len(stays)] = [stay.is_exact for stay in stays]
         gap_chain = self._open_between(events, gaps)
         lengths = np.array([len(chain) for chain in self._chains.known], np.int64)
         visits = Visits(
@@ -325,7 +315,7 @@ class LogTimeline:
             start=starts.astype(np.int64),
             end=ends.astype(np.int64),
             shared_at_most=np.concatenate([lengths[gap_chain], stay_shared, events.shared[calls]]),
-            is_exact=np.concatenate(are_exact),
+            is_exact=are_exact,
         )
         call_kind = np.select(
             [self._is_launch[rows[calls]], self._is_sync[rows[calls]]], [Kind.LAUNCH, Kind.SYNC], Kind.ALLOCATE
@@ -369,8 +359,7 @@ class LogTimeline:
         chains = list[int]()
         for earlier, later, line, shared in table.tolist():
             chain = self._chains.known[later]
-            pairs = zip(self._chains.known[earlier], chain[:shared], strict=False)
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            same = in_common(self._chains.known[earlier], chain[:shared])
             chains.append(self._chains.number(chain[: max(same, len(self._chains.known[line]))]))
         return np.array(chains, np.int64)[which] if len(gaps) else events.lines[gaps]
 
@@ -422,14 +411,15 @@ class LogTimeline:
     def _command_spans(self) -> Spans:
         log, run = self._log, self._run
         described_by = run.described
-        calls, flags = log.rows["call"][described_by].astype(np.int64), log.rows["flags"][described_by] & _PAGEABLE
-        pairs, which = np.unique(calls * 2 + (flags != 0), return_inverse=True)
+        is_pageable = log.rows["flags"][described_by] & CallFlag.PAGEABLE != 0
+        calls = log.rows["call"][described_by].astype(np.int64)
+        pairs, which = np.unique(2 * calls + is_pageable, return_inverse=True)
         about = [(log.calls[pair // 2], pair // 2, pair % 2) for pair in pairs.tolist()]
         name = np.array([self._number(self._name(number, pageable)) for _, number, pageable in about], np.int64)
         kind = np.array([_KINDS.get(call.kind, Kind.COPY) for call, _, _ in about], np.int64)
         direction = np.array([_COPIES.get(call.kind, Direction.UNKNOWN) for call, _, _ in about], np.int64)
         kind, size = kind[which], log.rows["value"][described_by].astype(np.int64)
-        group, pinned = np.full(len(kind), NONE, np.int64), np.where(kind == Kind.COPY, flags == 0, NONE)
+        group, pinned = np.full(len(kind), NONE, np.int64), np.where(kind == Kind.COPY, ~is_pageable, NONE)
         size[kind == Kind.KERNEL] = 0
         groups = {line["communicator"]: line["id"] & 0x7FFFFFFF for line in log.communicators if "id" in line}
         for command in np.flatnonzero(self._collective[described_by] != NONE).tolist():
@@ -528,13 +518,6 @@ class _LateBatches(NamedTuple):
         waited = spans.change(kind=kind, awaits=awaits, end=end).take(kept)
         before = np.where(is_late, first, last)[at - 1]
         return cls(waited, kept, batches, np.searchsorted(kept, late), np.searchsorted(kept, before))
-
-
-def _is_waited_for(log: DriverLog, kinds: np.ndarray[Any, Any]) -> Mask:
-    """Whether the call returns once its copy is done."""
-    flags = log.rows["flags"]
-    inbound = (kinds == "copy_to_gpu") & (flags & _PAGEABLE != 0) & (log.rows["value"] > STAGED_BYTES)
-    return inbound | (np.isin(kinds, ("copy_to_host", "copy")) & (flags & (_PAGEABLE | _BLOCKING) != 0))
 
 
 def _whole(times: Floats) -> Ints:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -65,11 +65,6 @@ class LoggedProcess:
         return int(self.facts.get("rank", 0))
 
     @property
-    def clock_behind(self) -> int:
-        """Nanoseconds, where it ran on another host."""
-        return int((self.folder / CLOCK).read_text()) if (self.folder / CLOCK).exists() else 0
-
-    @property
     def began(self) -> int:
         return int(self.facts.get("began", 0)) or int(self.log.begin[0])
 
@@ -93,15 +88,15 @@ class LoggedProcess:
 def read_processes(folder: Path) -> list[LoggedProcess]:
     """One of each rank: the one with most calls."""
     found = dict[int, LoggedProcess]()
-    for one in folder.iterdir():
-        if (one / "rows").exists() and (process := _process(one)) is not None:
+    for own in folder.iterdir():
+        if (own / "rows").exists() and (process := _process(own)) is not None:
             known = found.get(process.rank)
             if known is None or len(process.log.rows) > len(known.log.rows):
                 found[process.rank] = process
     processes = [found[rank] for rank in sorted(found)]
-    if len(processes) > 1 and len({one.facts.get("device") for one in processes}) == 1:
-        shared = shared_by_ranks([one.log for one in processes], [one.times for one in processes])
-        return [replace(one, times=times) for one, times in zip(processes, shared, strict=True)]
+    if len(processes) > 1 and len({process.facts.get("device") for process in processes}) == 1:
+        shared = shared_by_ranks([process.log for process in processes], [process.times for process in processes])
+        return [replace(process, times=times) for process, times in zip(processes, shared, strict=True)]
     return processes
 
 
@@ -123,18 +118,13 @@ def _process(folder: Path) -> LoggedProcess | None:
     gaps = gaps_of(log, facts.get("ended", 0))
     if len(gaps):
         log = replace(log, begin=gaps.recorded(log.begin))
-        facts = _in_recorded_time(facts, gaps)
+        windows = [
+            window | {name: gaps.recorded_at(window[name]) for name in WINDOW_TIMES if name in window}
+            for window in facts.get("windows", ())
+        ]
+        facts |= {"windows": windows, "ended": gaps.recorded_at(facts["ended"]) if facts.get("ended") else 0}
     times, operators = learn_from_windows(log, folder, facts.get("windows", ()))
     return LoggedProcess(folder, facts, log, times, operators, gaps)
-
-
-def _in_recorded_time(facts: dict[str, Any], gaps: LogGaps) -> dict[str, Any]:
-    windows = [
-        window | {name: gaps.recorded_at(window[name]) for name in WINDOW_TIMES if name in window}
-        for window in facts.get("windows", ())
-    ]
-    ended = gaps.recorded_at(facts["ended"]) if facts.get("ended") else 0
-    return facts | {"windows": windows, "ended": ended}
 
 
 def timeline_in(folder: Path, source: str, missing: Sequence[str] = ()) -> Timeline:
@@ -150,10 +140,11 @@ def timeline_in(folder: Path, source: str, missing: Sequence[str] = ()) -> Timel
 
 def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Timeline:
     """All ranks of the run."""
-    logs, times = [one.log for one in processes], [one.times for one in processes]
-    clocks = [one.clock_behind for one in processes]
+    logs, times = [process.log for process in processes], [process.times for process in processes]
+    clock_files = [process.folder / CLOCK for process in processes]
+    clocks = [int(file.read_text()) if file.exists() else 0 for file in clock_files]
     runs = rebuild_ranks(logs, times, clocks) if len(processes) > 1 else [rebuild(logs[0], times[0])]
-    alone = [_timeline(one, run, source) for one, run in zip(processes, runs, strict=True)]
+    alone = [_timeline(process, run, source) for process, run in zip(processes, runs, strict=True)]
     timelines = _without_windows(alone, processes)
     whole = merge(timelines) if len(timelines) > 1 else timelines[0]
     if min(run.known for run in runs) < _LEAST_KNOWN:  # when the GPU was idle would be a guess
@@ -168,7 +159,7 @@ def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Ti
 
 
 def _without_gpu(part: Part) -> Part:
-    lines, parts = (replace(one, idle=NONE) for one in part.lines), map(_without_gpu, part.parts)
+    lines, parts = (replace(line, idle=NONE) for line in part.lines), map(_without_gpu, part.parts)
     return replace(part, busy=NONE, shares=(), lines=tuple(lines), parts=tuple(parts))
 
 
@@ -195,7 +186,7 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
         torch=facts.get("torch", ""),
         allocator=facts.get("allocator"),
         world=facts.get("world"),
-        loaders=tuple(typed(LoaderUse, one) for one in facts.get("loaders", ())),
+        loaders=tuple(typed(LoaderUse, use) for use in facts.get("loaders", ())),
         logged=True,
         cut_short=typed(CutShort, cut_short) if cut_short else None,
     )
@@ -221,11 +212,12 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
 def _without_windows(timelines: Sequence[Timeline], processes: Sequence[LoggedProcess]) -> list[Timeline]:
     """Iterations in which the profiler looked on, in any rank, are slower than others: they are left out, as are those
     of which a part was not recorded. If hardly any others are left, only those in which it began or ended."""
-    fewest = min(len(one.marks) for one in timelines)
+    fewest = min(len(timeline.marks) for timeline in timelines)
     for which in (_LOOKS_ON, _HOLDS_UP):
         slowed = [_slowed(*each, which) for each in zip(timelines, processes, strict=True)]
         if fewest - len(set[int]().union(*slowed)) >= _FEWEST:
-            return [one.change_facts(beside=tuple(sorted(its))) for one, its in zip(timelines, slowed, strict=True)]
+            both = zip(timelines, slowed, strict=True)
+            return [timeline.change_facts(beside=tuple(sorted(its))) for timeline, its in both]
     return [*timelines]
 
 
@@ -290,12 +282,13 @@ def _off_by(waits: Sequence[RebuiltWait]) -> float:
 
 
 def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
-    calls = sum(int((~np.isin(one.log.kinds(), ("note", THINNED, RESUMED))).sum()) for one in processes)
-    errors, apart, _ = how_close([wait for run in runs for wait in run.waits])
+    calls = sum(int((~np.isin(process.log.kinds(), ("note", THINNED, RESUMED))).sum()) for process in processes)
+    waits = [wait for run in runs for wait in run.waits]
+    errors, apart, _ = how_close(waits)
     known = float(np.mean([run.known for run in runs]))
     took = sum(process.lasted for process in processes)
-    cost = sum(int(one.facts.get("held_up", 0)) for one in processes) / max(1, took)
-    if within := _off_by([wait for run in runs for wait in run.waits]):
+    cost = sum(int(process.facts.get("held_up", 0)) for process in processes) / max(1, took)
+    if within := _off_by(waits):
         closes = f"rebuilt within {100 * within:.1f}% of {len(errors):,} real waits"
     else:
         closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if len(apart) else ""
@@ -321,13 +314,13 @@ def _how_much(processes: Sequence[LoggedProcess], took: int) -> str:
 
 def _complaints(processes: Sequence[LoggedProcess]) -> list[str]:
     said = dict[str, None]()
-    for one in processes:
-        facts: Mapping[str, Any] = one.facts
+    for process in processes:
+        facts = process.facts
         if facts.get("stopped"):
             said[f"{_LATER} ({facts['stopped']})."] = None
         if facts.get("faults"):
             said[f"Looking at the run failed at times ({facts['faults'][0]})."] = None
-        if not one.times.durations:
+        if not process.times.durations:
             why = "the program profiled itself" if facts.get("profiled") else "the run ended too soon"
             said[f"No kernel was timed, because {why}: what the GPU did is not known."] = None
     return [*said]

@@ -42,9 +42,9 @@ def save(folder: Path) -> None:
 
 def columns_of(events: Iterable[Mapping[str, Any]], allocated: int, reserved: int, ahead: int) -> dict[str, Any]:
     """`allocated`, `reserved`: at the end. `ahead`: the log's clock, of the system's."""
-    events = [one for one in events if one["action"] in _ALLOCATED or one["action"] in _RESERVED]
+    events = [event for event in events if event["action"] in _ALLOCATED or event["action"] in _RESERVED]
     sizes = {
-        name: np.array([signs.get(one["action"], 0) * one["size"] for one in events], np.int64)
+        name: np.array([signs.get(event["action"], 0) * event["size"] for event in events], np.int64)
         for name, signs in (("allocated", _ALLOCATED), ("reserved", _RESERVED))
     }
     held = {
@@ -53,8 +53,8 @@ def columns_of(events: Iterable[Mapping[str, Any]], allocated: int, reserved: in
     }
     of_tensors = sizes["allocated"] != 0
     columns = {
-        "time": np.array([1000 * one["time_us"] + ahead for one in events], np.int64),
-        "block": np.array([one["addr"] for one in events], np.int64),
+        "time": np.array([1000 * event["time_us"] + ahead for event in events], np.int64),
+        "block": np.array([event["addr"] for event in events], np.int64),
         "size": sizes["allocated"],
         **held,
     }

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, device_events, learn
 from keepbusy.log.log_file import DriverLog, device_commands
+from keepbusy.program.loops.codes import in_common
 
 _CLOCKS_DIFFER = 20_000_000
 """Nanoseconds by which the clocks, set beside each other once, may differ."""
@@ -157,17 +158,11 @@ def _aligned(log: DriverLog, events: list[DeviceEvent], ahead: int) -> tuple[int
     near = (begin > events[0].issued + ahead - _CLOCKS_DIFFER) & (begin < events[-1].issued + ahead + _CLOCKS_DIFFER)
     near = np.flatnonzero(near)
     shapes = dict[Any, int]()
-
-    def number(kind: str, grid: tuple[int, ...], block: tuple[int, ...]) -> int:
-        return shapes.setdefault((kind, grid, block), len(shapes))
-
-    of_call = {
-        call: number(one.kind if one.kind in ("launch", "set_memory") else "copy", one.grid, one.block)
-        for call, one in log.calls.items()
-    }
+    of_call = {number: shapes.setdefault(call.shape, len(shapes)) for number, call in log.calls.items()}
     logged = np.array([of_call[call] for call in log.rows["call"][described[near]].tolist()], np.int64)
-    profiled = np.array([number(one.kind, one.grid, one.block) for one in events], np.int64)
-    issued = np.array([one.issued for one in events])
+    shapes_profiled = [(event.kind, event.grid, event.block) for event in events]
+    profiled = np.array([shapes.setdefault(shape, len(shapes)) for shape in shapes_profiled], np.int64)
+    issued = np.array([event.issued for event in events])
     best: tuple[float, int] | None = None
     for shift in range(len(logged) - len(profiled) + 1):
         if logged[shift] == profiled[0] and (logged[shift : shift + len(profiled)] == profiled).all():
@@ -196,15 +191,10 @@ def _learn_operators(
             by_thread[event["tid"]].append(_Operator(begin, begin + 1e3 * event.get("dur", 0.0), event["name"]))
     for thread, found in by_thread.items():
         found.sort(key=lambda one: (one.begin, -one.end))
-        rows = _rows_of(log, thread)
+        numbers = [line["thread"] for line in log.threads if line["id"] == thread]  # of what the system calls so
+        rows = np.flatnonzero(np.isin(log.rows["thread"], numbers))
         first, last = (np.searchsorted(log.begin[rows], moment) for moment in (found[0].begin, found[-1].end))
         _learn_of_thread(operators, log, keys, found, rows[first:last])
-
-
-def _rows_of(log: DriverLog, thread: int) -> NDArray[np.intp]:
-    """Rows of the thread that the system knows by this number."""
-    numbers = [line["thread"] for line in log.threads if line["id"] == thread]
-    return np.flatnonzero(np.isin(log.rows["thread"], numbers))
 
 
 def _learn_of_thread(
@@ -227,16 +217,14 @@ def _learn_of_thread(
             chain.pop()
         around.append([*chain])
     for place, row in enumerate(rows.tolist()):
-        before = around[place - 1] if place else []
-        same = [one == other for one, other in zip(around[place], before, strict=False)]
-        shared = same.index(False) if False in same else len(same)
-        these = Operators(tuple(found[one].name for one in around[place]), shared)
+        shared = in_common(around[place], around[place - 1]) if place else 0
+        these = Operators(tuple(found[operator].name for operator in around[place]), shared)
         operators.around[key_of[row]][these] += 1
         operators.around_any[key_of[row][:2]][these] += 1
         if kernel := operators.functions.get(key_of[row].call, 0):
             operators.around_function[key_of[row].stack, kernel][these] += 1
-    calling = {one for chain in around for one in chain}
-    starts = [one.begin for one in found]
+    calling = {operator for chain in around for operator in chain}
+    starts = [operator.begin for operator in found]
     for place in range(1, len(rows)):
         key = key_of[int(rows[place - 1])], key_of[int(rows[place])]
         free, until = ends[place - 1], begins[place]

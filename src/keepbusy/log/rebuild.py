@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepbusy.log.kernel_times import KernelTimes
-from keepbusy.log.log_file import CallFlag, DriverLog, device_commands
+from keepbusy.log.log_file import CallFlag, DriverLog, device_commands, waited_copies
 from keepbusy.timeline.model import PENDING_LIMIT, STAGED_BYTES
 
 SYNCS = ("stream_sync", "event_sync", "context_sync")
@@ -122,16 +122,13 @@ _COPY_WAITED_FOR, _COPY_THROUGH_HOST, _QUEUE_WAS_FULL, _ISSUE = "copied", "copie
 
 def _what_to_do(log: DriverLog, kinds: NDArray[Any], has_commands: NDArray[np.bool_]) -> NDArray[Any]:
     """Of each row; "" where nothing."""
-    flags = log.rows["flags"]
-    ran = flags & int(CallFlag.CAPTURED | CallFlag.FAILED) == 0
-    through_host = (kinds == "copy_to_gpu") & (flags & int(CallFlag.PAGEABLE) != 0)
+    has_not_run = log.rows["flags"] & int(CallFlag.CAPTURED | CallFlag.FAILED) != 0
+    waited_for, through_host = waited_copies(log, kinds)
     return np.select(
         [
-            ~ran,
-            has_commands
-            & np.isin(kinds, ("copy_to_host", "copy"))
-            & (flags & int(CallFlag.PAGEABLE | CallFlag.BLOCKING) != 0),
-            has_commands & through_host & (log.rows["value"] > STAGED_BYTES),
+            has_not_run,
+            has_commands & waited_for,
+            has_commands & through_host,
             has_commands & (log.took > _FULL_QUEUE_WAIT),
             has_commands,
             np.isin(kinds, (*SYNCS, "event_record", "event_wait")),
@@ -152,10 +149,6 @@ class _StreamState:
         """Those of which it is not known yet when they really ended."""
         self.has_met = False
         """Whether other ranks were waited for meanwhile: that tells nothing of this GPU's clock."""
-
-    def rests(self, until: float) -> None:
-        self.chain_since = until
-        self.has_met = False
 
     def hold(self, event: _EventState, moment: float) -> None:
         if moment > self.busy_until:
@@ -252,8 +245,9 @@ class _Rebuilding:
                 self._issue(stream, range(first, last), begin)
             if what == "stream_sync":
                 self._wait(row, what, self._event_of(stream))
-            elif what == _COPY_THROUGH_HOST:
-                self._copy_through_host(stream, begin + took)
+            elif what == _COPY_THROUGH_HOST:  # piece by piece, and the call comes back with the last one: when is known
+                ended, copy = begin + took - self._times.back, stream.commands[-1]
+                stream.busy_until = self._ends[copy] = max(self._begins[copy], ended)
             elif what == _QUEUE_WAS_FULL:
                 self._wait_for_room(row, stream, begin + took)
             elif what == "event_record":
@@ -281,8 +275,8 @@ class _Rebuilding:
         for number in commands:
             start = busy_until + gap
             if arrived > start:
-                start = arrived
-                stream.rests(arrived)
+                start = stream.chain_since = arrived
+                stream.has_met = False
             if number in meetings:
                 meeting = meetings[number]
                 self._met.append(number)
@@ -328,11 +322,6 @@ class _Rebuilding:
             self._ends[number] = stream.busy_until = self._begins[number] + took_itself
         is_known = is_alone or (size > STAGED_BYTES and longer)
         self._correct(self._event_of(stream), really, math.inf if is_known else LONG_WAIT)
-
-    def _copy_through_host(self, stream: _StreamState, ended: int) -> None:
-        """The driver carries it piece by piece, and the call comes back with the last one: when is known."""
-        number = stream.commands[-1]
-        stream.busy_until = self._run.end[number] = max(float(self._run.begin[number]), ended - self._times.back)
 
     def _wait_for_room(self, row: int, stream: _StreamState, really: int) -> None:
         """A launch that found the queue full returns once a command has ended that was issued long before: as many
