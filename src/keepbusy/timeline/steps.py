@@ -171,10 +171,7 @@ def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
     """Without what lies beside the loop whose turns are marked. `brief`: nor what lies before them and after."""
     beside = np.array(timeline.facts.beside, np.int64)
     fewest = min((len(timeline.marks_of(rank)) for rank in timeline.ranks), default=0) - len(beside)
-    alone = timeline
-    if len(beside) and fewest > 2:
-        alone = timeline.marked(np.delete(timeline.marks_of(rank), beside) for rank in timeline.ranks)
-        alone = alone.keep(~np.isin(_step_of_rows(timeline), beside)).change_facts(beside=())
+    alone = _without(timeline, beside).change_facts(beside=()) if len(beside) and fewest > 2 else timeline
     if not brief:
         return alone
     row = np.arange(len(alone))
