@@ -266,13 +266,13 @@ def test_what_rebuilt_times_are_wrong_by_is_noise(left: Path) -> None:
 # they leave their logs for the first of them
 
 
-def left_by(rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "logged") -> list[str]:
+def left_by(rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """As the supervisor of this rank leaves it; returns what the first rank says is missing."""
     monkeypatch.setenv("RANK", str(rank))
     process = folder / "42"
     process.mkdir(parents=True)
     (process / "rows").write_bytes(bytes([rank]) * 32)
-    return program.shared_logs(folder) if kind == "logged" else program.shared([], [kind])[1]
+    return program.shared_logs(folder)
 
 
 @pytest.fixture
@@ -288,12 +288,6 @@ def test_the_first_rank_has_the_logs_of_all_of_them(two_ranks: Path, monkeypatch
     rows = {path.parent.name: path.read_bytes()[0] for path in (two_ranks / "first").glob("*/rows")}
     assert rows == {"42": 0, "rank1-42": 1}
     assert not [*two_ranks.glob("keepbusy-*")]
-
-
-def test_a_rank_that_left_no_log_is_missing_from_the_report(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left_by(1, two_ranks / "second", monkeypatch, "It took no step.")
-    missing = left_by(0, two_ranks / "first", monkeypatch)
-    assert missing == ["rank 1 is missing from this report: It took no step."]
 
 
 def test_a_rank_that_could_not_be_logged_says_why(two_ranks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

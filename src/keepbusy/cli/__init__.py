@@ -172,30 +172,21 @@ def print_parts(parts: Iterable[str]) -> None:
     if sys.stdout is None:
         return
     encoding = sys.stdout.encoding or "utf-8"
+    binary = getattr(sys.stdout, "buffer", None)
     try:
         for part in parts:
-            _write(part.encode(encoding, "replace"), encoding)
+            encoded = part.encode(encoding, "replace")
+            if binary is None:
+                sys.stdout.write(encoded.decode(encoding))
+                continue
+            sys.stdout.flush()
+            rest = memoryview(encoded)
+            while rest:  # where PYTHONUNBUFFERED is set, Python's own text layer drops what one write does not take
+                rest = rest[binary.write(rest) :]
         sys.stdout.flush()
-    except OSError:
-        _close_nothing()
+    except OSError:  # it would fail once more when Python closes standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
-
-
-def _write(text: bytes, encoding: str) -> None:
-    """All of it: where PYTHONUNBUFFERED is set, Python's own text layer drops what one write does not take."""
-    binary = getattr(sys.stdout, "buffer", None)
-    if binary is None:
-        sys.stdout.write(text.decode(encoding))
-        return
-    sys.stdout.flush()
-    rest = memoryview(text)
-    while rest:
-        rest = rest[binary.write(rest) :]
-
-
-def _close_nothing() -> None:
-    """What could not be written would fail once more when Python closes standard output."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_place(path: Path) -> None:
@@ -218,25 +209,14 @@ class Screen:
 def screen() -> Screen:
     """The terminal's width, or 100 where there is none; colour only where it is wanted."""
     width = shutil.get_terminal_size((100, 40)).columns
-    return Screen(
-        max(40, min(width, 110)), _colour(), _can_show_signs(), sys.stdout is not None and sys.stdout.isatty()
-    )
-
-
-def _colour() -> bool:
-    if os.environ.get("NO_COLOR"):
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or (
-        sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    )
-
-
-def _can_show_signs() -> bool:
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    colour = bool(os.environ.get("FORCE_COLOR")) or (is_terminal and os.environ.get("TERM") != "dumb")
+    unicode = True
     try:
         "→–µ·…█▓▒".encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except (UnicodeEncodeError, LookupError):
-        return False
-    return True
+        unicode = False
+    return Screen(max(40, min(width, 110)), colour and not os.environ.get("NO_COLOR"), unicode, is_terminal)
 
 
 # What may stand behind a flag
@@ -477,13 +457,18 @@ def expand(arguments: Iterable[str]) -> list[Path]:
 def _files_of(argument: str) -> list[Path]:
     path = Path(argument)
     if path.is_dir():
-        return _traces_in(path)
+        files = sorted(path.iterdir())
+        for endings in ((".trace.json", ".trace.json.gz"), (".json", ".json.gz")):
+            if found := [file for file in files if file.name.endswith(endings) and file.is_file()]:
+                return found
+        if found := flight_dumps(files):
+            return found
+        raise BadInput(f"{path}: this folder holds no traces (*.trace.json or *.trace.json.gz).")
     if path.exists():
         return [path]
-    found = matches(argument)
-    if not found:
-        raise BadInput(f"{argument}: there is no such file or folder.")
-    return found
+    if found := matches(argument):
+        return found
+    raise BadInput(f"{argument}: there is no such file or folder.")
 
 
 def matches(pattern: str) -> list[Path]:
@@ -492,17 +477,6 @@ def matches(pattern: str) -> list[Path]:
         return []
     anchor = Path(pattern).anchor
     return sorted(Path(anchor).glob(str(Path(pattern).relative_to(anchor))))
-
-
-def _traces_in(folder: Path) -> list[Path]:
-    for endings in ((".trace.json", ".trace.json.gz"), (".json", ".json.gz")):
-        found = sorted(path for path in folder.iterdir() if path.name.endswith(endings) and path.is_file())
-        if found:
-            return found
-    found = flight_dumps(sorted(folder.iterdir()))
-    if found:
-        return found
-    raise BadInput(f"{folder}: this folder holds no traces (*.trace.json or *.trace.json.gz).")
 
 
 def flight_dumps(paths: Iterable[Path]) -> list[Path]:
@@ -549,12 +523,6 @@ def progress(quiet: bool = False) -> Iterator[Progress | None]:
 # An explanation shown, a run kept
 
 
-def add_amount(parser: argparse.ArgumentParser) -> None:
-    """How much of the explanation is printed."""
-    parser.add_argument("--full", action="store_true", help="print the whole report, not only its first ten lines")
-    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
-
-
 def fixing(verb: str, diagnosis: Diagnosis) -> str:
     """The command that makes fixes of the plan: `run --fix` as the program runs, `fix` in its source. Empty where the
     run cannot be repeated, and where it makes none of these fixes."""
@@ -587,27 +555,20 @@ def where_it_ran(diagnosis: Diagnosis | KeptPlan) -> AbstractContextManager[None
 
 
 def rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Commands, shape: Screen | None = None) -> str:
-    with where_it_ran(diagnosis):
-        return _rendered(diagnosis, options, commands, shape or screen())
+    from keepbusy.report import as_json, terminal, turn_drawing, verdict
 
-
-def _rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Commands, shape: Screen) -> str:
-    if options.json:
-        from keepbusy.report import as_json
-
-        return as_json.render(diagnosis)
-    from keepbusy.report import terminal, verdict
-
+    shape = shape or screen()
     width, looks = shape.width, {"colour": shape.colour, "unicode": shape.unicode}
-    if options.full:
-        text = terminal.render_full(diagnosis, width, commands=commands, wrap=shape.is_terminal, **looks)
-    else:
-        text = verdict.render(diagnosis, commands, width, **looks)
-    if getattr(options, "timeline", False):
-        from keepbusy.report import turn_drawing
-
-        text = f"{text}\n\n{turn_drawing.render(diagnosis, width, **looks)}"
-    return text
+    with where_it_ran(diagnosis):
+        if options.json:
+            return as_json.render(diagnosis)
+        if options.full:
+            text = terminal.render_full(diagnosis, width, commands=commands, wrap=shape.is_terminal, **looks)
+        else:
+            text = verdict.render(diagnosis, commands, width, **looks)
+        if options.timeline:
+            text = f"{text}\n\n{turn_drawing.render(diagnosis, width, **looks)}"
+        return text
 
 
 def rendered_fixed(diagnosis: Diagnosis, fixed: list[str], commands: Commands, shape: Screen) -> str:

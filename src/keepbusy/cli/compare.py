@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,6 @@ from keepbusy.cli import (
 from keepbusy.timeline.figures import duration
 
 if TYPE_CHECKING:
-    from keepbusy.explain.comparison import Comparison
     from keepbusy.timeline.model import Timeline
 
 
@@ -80,23 +79,19 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     if options.page:
         write_comparison(done, options.page, options.before, options.after)
     told = rendered_comparison(done, options.json)
-    failures = [*_failures(options.fail_on, done, runs[0][0], runs[1][0])]
+    failures = []
+    if "slower" in options.fail_on and done.step.significant and done.step.difference > 0:
+        failures.append(f"slower: a step took {duration(done.step.before)} and takes {duration(done.step.after)}.")
+    if "new-sync" in options.fail_on:
+        from keepbusy.fix.gate.tally import new_waits, tally
+
+        failures += [f"new-sync: {wait}." for wait in new_waits(tally(runs[0][0]), tally(runs[1][0]))]
     if not failures:
         return (told, "\n")
     print_parts((told, "\n"))
     for sentence in failures:
         complain(sentence)
     sys.exit(FAILED)
-
-
-def _failures(asked: Sequence[str], done: Comparison, before: Timeline, after: Timeline) -> Iterator[str]:
-    if "slower" in asked and done.step.significant and done.step.difference > 0:
-        yield f"slower: a step took {duration(done.step.before)} and takes {duration(done.step.after)}."
-    if "new-sync" in asked:
-        from keepbusy.fix.gate.tally import new_waits, tally
-
-        for sentence in new_waits(tally(before), tally(after)):
-            yield f"new-sync: {sentence}."
 
 
 def _runs(argument: str, quiet: bool) -> list[Timeline]:

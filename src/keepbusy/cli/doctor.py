@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import combinations, permutations
@@ -86,21 +86,28 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
     """The links first: who is another rank of a job has nothing more to say."""
     import torch
 
+    from keepbusy.virtual.costs.machine_figures import measure, measure_as_rank, measure_links
+
     gpus = torch.cuda.device_count()
     ranks = asked or max(gpus, 1)
     _check(ranks, gpus)
-    links = _linked(ranks) if ranks > 1 else None
-    if ranks > 1 and links is None:
-        return
-    machine = _measured() if gpus else None
-    yield _head(machine, links)
+    links: LinkFigures | None = None
+    if ranks > 1:
+        links = measure_as_rank() if "RANK" in os.environ else measure_links(ranks)
+        if links is None:  # this is not the first rank of its job
+            return
+    machine = measure() if gpus else None
+    gpu, over = machine.name if machine else "", f"{len(links.places)} ranks over {links.backend}" if links else ""
+    yield f"keepbusy doctor · {' · '.join(filter(None, [gpu, over, _software()]))}\n"
     if machine:
         yield "\n" + "".join(f"  {name:<26}{value}\n" for name, value in _figures(machine))
-        found = [*found, *_slow(machine)]
+        if machine.launch > _SLOW_HOST:
+            slow = f"a launch takes {duration(machine.launch)}, three times what is common"
+            found = [*found, Harm(slow, "look for other work on this host, a debugger or a power-saving governor")]
     if links:
         yield from link_tables(links)
-        mine = set(flags(os.environ))  # which are told with the ranks that have them
-        found = [*(harm for harm in found if harm not in mine), *link_harms(links)]
+        own_flags = set(flags(os.environ))  # `link_harms` names them with the ranks that have them
+        found = [*(harm for harm in found if harm not in own_flags), *link_harms(links)]
     yield "\n" + "\n".join([*_told(found), ""])
     if path:
         write_whole(path, device_file(machine, links, gpus))
@@ -108,32 +115,14 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
         yield f"\n{path} is this machine: {plan} --on {path} train.py\n"
 
 
-def _head(machine: MachineFigures | None, links: LinkFigures | None) -> str:
-    gpu, over = machine.name if machine else "", f"{len(links.places)} ranks over {links.backend}" if links else ""
-    return f"keepbusy doctor · {' · '.join(filter(None, [gpu, over, _software()]))}\n"
-
-
-def _measured() -> MachineFigures:
-    from keepbusy.virtual.costs.machine_figures import measure
-
-    return measure()
-
-
 def _check(ranks: int, gpus: int) -> None:
     """Before anything is started."""
     world = int(os.environ.get("WORLD_SIZE", "0"))
     if "RANK" in os.environ and world != ranks:
         raise BadInput(f"this job has {world} ranks, not {ranks}; say --ranks {world}.")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if "RANK" in os.environ else ranks
-    if gpus and here > gpus:
-        raise BadInput(f"{here} ranks need {here} GPUs, and this host has {gpus}; say --ranks {gpus}.")
-
-
-def _linked(ranks: int) -> LinkFigures | None:
-    """None in a rank of a job that is not its first."""
-    from keepbusy.virtual.costs.machine_figures import measure_as_rank, measure_links
-
-    return measure_as_rank() if "RANK" in os.environ else measure_links(ranks)
+    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if "RANK" in os.environ else ranks
+    if gpus and of_host > gpus:
+        raise BadInput(f"{of_host} ranks need {of_host} GPUs, and this host has {gpus}; say --ranks {gpus}.")
 
 
 def _software() -> str:
@@ -143,17 +132,11 @@ def _software() -> str:
 
         cuda = f" (CUDA {torch.version.cuda})" if torch.version.cuda else " (no CUDA)"
         versions.insert(0, f"PyTorch {torch.__version__.partition('+')[0]}{cuda}")
-    return " · ".join([*_driver(), *versions])
-
-
-def _driver() -> list[str]:
-    """As its module says; none where it is not loaded."""
-    try:
-        said = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-    except OSError:
-        return []
-    version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", said)
-    return [f"driver {version[1]}"] if version else []
+    with suppress(OSError):  # no driver is loaded
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        if version := re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", driver):
+            versions.insert(0, f"driver {version[1]}")
+    return " · ".join(versions)
 
 
 def _figures(machine: MachineFigures) -> Iterator[tuple[str, str]]:
@@ -169,14 +152,6 @@ def _figures(machine: MachineFigures) -> Iterator[tuple[str, str]]:
 
 def _ways(inward: float, home: float) -> str:
     return f"{rate(inward)} to the device, {rate(home)} home"
-
-
-def _slow(machine: MachineFigures) -> Iterator[Harm]:
-    if machine.launch > _SLOW_HOST:
-        yield Harm(
-            f"a launch takes {duration(machine.launch)}, three times what is common",
-            "look for other work on this host, a debugger or a power-saving governor",
-        )
 
 
 def _told(found: list[Harm]) -> list[str]:
@@ -228,7 +203,9 @@ _FLAGS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 def harms(environment: Mapping[str, str], cores: int, driver: str) -> list[Harm]:
     """All that is found, in what `ask_driver` says too."""
-    return [*flags(environment), *_cores(cores), *_gpus(driver)]
+    few = f"this process may use {cores} {'core' if cores == 1 else 'cores'} only"
+    need = "give it a core for the loop, and one for each of the loader's workers"
+    return [*flags(environment), *([Harm(few, need)] if cores < 4 else []), *_gpus(driver)]
 
 
 def flags(environment: Mapping[str, str]) -> Iterator[Harm]:
@@ -243,14 +220,6 @@ def flags(environment: Mapping[str, str]) -> Iterator[Harm]:
             f"CUDA_VISIBLE_DEVICES={','.join(order)} counts the GPUs in another order than the machine, so "
             "ranks run on cores and network cards far from their GPUs",
             f"give them in order: CUDA_VISIBLE_DEVICES={','.join(map(str, sorted(map(int, order))))}",
-        )
-
-
-def _cores(count: int) -> Iterator[Harm]:
-    if count < 4:
-        yield Harm(
-            f"this process may use {count} {'core' if count == 1 else 'cores'} only",
-            "give it a core for the loop, and one for each of the loader's workers",
         )
 
 
@@ -316,7 +285,11 @@ def link_tables(links: LinkFigures) -> Iterator[str]:
     yield "\n  who reaches whom, GB/s\n"
     yield from _matrix(links)
     yield f"  a small message takes {duration(links.message)}\n"
-    yield from _copies(links)
+    if links.copies:
+        yield "\n  copies, pinned, GB/s    alone  all at once\n"
+        for way, name in enumerate(("to the device", "home")):
+            alone, together = ([getattr(one, when)[way] for one in links.copies] for when in ("alone", "together"))
+            yield f"  {name:<20}{_range(alone):>9}{_range(together):>13}\n"
     yield from _collectives(links)
 
 
@@ -341,15 +314,6 @@ def _between(links: LinkFigures, one: str, other: str) -> str:
         if (here, there) == (one, other) and reached
     ]
     return figure(median(found)) if found else "·"
-
-
-def _copies(links: LinkFigures) -> Iterator[str]:
-    if not links.copies:
-        return
-    yield "\n  copies, pinned, GB/s    alone  all at once\n"
-    for way, name in enumerate(("to the device", "home")):
-        alone, together = ([getattr(one, when)[way] for one in links.copies] for when in ("alone", "together"))
-        yield f"  {name:<20}{_range(alone):>9}{_range(together):>13}\n"
 
 
 def _range(rates: Sequence[float]) -> str:
@@ -445,12 +409,8 @@ def _pairs(links: LinkFigures) -> Iterator[Harm]:
         named = f"{', '.join(first)} and {more} more" if more > 0 else listing(first)
         over = f" over {join}" if join else ""
         yield Harm(f"ranks {named} reach {_range([one for one, _ in found])} GB/s{over}, where {why}", _remedy(join))
-    yield from _only_pcie(alike)
-
-
-def _only_pcie(joins: Iterable[str]) -> Iterator[Harm]:
-    pcie = sorted({one for one in joins if "PCIe" in one})
-    if pcie and not any(one.startswith("NVLink") for one in joins):
+    pcie = sorted(join for join in alike if "PCIe" in join)
+    if pcie and not any(join.startswith("NVLink") for join in alike):
         yield Harm(
             f"no NVLink joins these GPUs, only {listing(pcie)}", "keep tensor parallelism to GPUs that NVLink joins"
         )
@@ -541,23 +501,40 @@ def device_file(machine: MachineFigures | None, links: LinkFigures | None, gpus:
     """The file's text. `gpus`: of this host, whether or not all of them were ranks."""
     parts = [_machine(machine, links.asked if links else 0)] if machine else [_without_gpu()]
     if links:
-        parts += [_wire(links, gpus), _laws(links)]
+        on_one_host = [curve for curve in links.collectives if curve.hosts == 1]
+        laws = [_table(f"collectives.{curve.name}", _law_written(curve)) for curve in on_one_host]
+        parts += [_wire(links, gpus), *laws]
     return "\n".join(line for part in parts for line in part) + "\n"
 
 
-# The GPU and its host in it: peaks follow from what was reached, by the shares that an H200 reaches of its own
-
-
 def _machine(machine: MachineFigures, asked: int) -> Iterator[str]:
+    """The GPU and its host: peaks follow from what was reached, by the shares that an H200 reaches of its own."""
     yield f"# {machine.name}, as `keepbusy doctor` measured it. Rates and bandwidth are peaks: what was reached,"
     yield "# divided by the share that an H200 reaches of its own. What is not here is as on that H200."
     yield f'name = "{machine.name}"'
     yield f'capability = "{machine.capability[0]}.{machine.capability[1]}"'
     yield f"multiprocessors = {machine.multiprocessors}"
-    yield from _table("matrix", {dtype: _peak(dtype, rate) for dtype, rate in machine.products.items()})
-    yield from _table("memory", _memory(machine))
-    yield from _table("host", _host(machine) | ({"collective": _time_written(asked)} if asked else {}))
-    yield from _table("copies", _copying_rates(machine))
+    peaks = {}
+    for dtype, rate in machine.products.items():  # the measured product is long: it runs at the sustained share
+        share = _REACHED.simt if dtype == "float32" else _REACHED.sustained
+        peaks[dtype] = f"{rate / share / 1e3:.3g} TFLOP/s"
+    yield from _table("matrix", peaks)
+    memory = {
+        "size": f"{machine.memory / 2**30:.1f} GiB",
+        "bandwidth": f"{machine.bandwidth / _REACHED.streaming:.4g} GB/s",
+        "malloc": _time_written(machine.malloc),
+        "free": _time_written(machine.free),
+    }
+    yield from _table("memory", memory)
+    half = _time_written(machine.launch // 2)  # of an operator that launches: for dispatching, and for launching
+    host = {"operator": half, "backward": half, "view": _time_written(machine.view), "launch": half}
+    yield from _table("host", host | ({"collective": _time_written(asked)} if asked else {}))
+    copies = {
+        "pinned": f"{(machine.to_device + machine.to_host) / 2:.3g} GB/s",
+        "to_device": f"{machine.pageable_to_device:.3g} GB/s",
+        "to_host": f"{machine.pageable_to_host:.3g} GB/s",
+    }
+    yield from _table("copies", copies)
 
 
 def _without_gpu() -> Iterator[str]:
@@ -570,35 +547,6 @@ def _table(name: str, values: dict[str, str]) -> Iterator[str]:
     yield ""
     yield f"[{name}]"
     yield from (f"{key} = {value}" if value.isdecimal() else f'{key} = "{value}"' for key, value in values.items())
-
-
-def _peak(dtype: str, rate: float) -> str:
-    """A product as long as the one that was measured runs at the sustained share of the peak."""
-    share = _REACHED.simt if dtype == "float32" else _REACHED.sustained
-    return f"{rate / share / 1e3:.3g} TFLOP/s"
-
-
-def _memory(machine: MachineFigures) -> dict[str, str]:
-    return {
-        "size": f"{machine.memory / 2**30:.1f} GiB",
-        "bandwidth": f"{machine.bandwidth / _REACHED.streaming:.4g} GB/s",
-        "malloc": _time_written(machine.malloc),
-        "free": _time_written(machine.free),
-    }
-
-
-def _host(machine: MachineFigures) -> dict[str, str]:
-    """An operator that launches is dispatched and launched; each takes half of what both took."""
-    half = _time_written(machine.launch // 2)
-    return {"operator": half, "backward": half, "view": _time_written(machine.view), "launch": half}
-
-
-def _copying_rates(machine: MachineFigures) -> dict[str, str]:
-    return {
-        "pinned": f"{(machine.to_device + machine.to_host) / 2:.3g} GB/s",
-        "to_device": f"{machine.pageable_to_device:.3g} GB/s",
-        "to_host": f"{machine.pageable_to_host:.3g} GB/s",
-    }
 
 
 # The links in it: a latency and a bandwidth a kind of collective
@@ -628,7 +576,7 @@ def distances(one: CollectiveLaw, points: Sequence[tuple[float, float]]) -> list
 def _wire(links: LinkFigures, gpus: int) -> Iterator[str]:
     """What goes for kinds of collectives that have no law of their own, and across hosts."""
     beside, across = links.curve("all_reduce", 1), links.curve("all_reduce", 2)
-    values = _two(_of_two_ranks(beside)) if beside else {}
+    values = _law_written(beside) if beside else {}
     values["send_latency"] = _time_written(max(links.message, _SHORTEST))
     values["devices"] = str(gpus or max(Counter(place.host for place in links.places).values()))
     if across:
@@ -639,20 +587,11 @@ def _wire(links: LinkFigures, gpus: int) -> Iterator[str]:
     yield from _table("wire", values)
 
 
-def _laws(links: LinkFigures) -> Iterator[str]:
-    for curve in links.collectives:
-        if curve.hosts == 1:
-            yield from _table(f"collectives.{curve.name}", _two(_of_two_ranks(curve)))
-
-
-def _of_two_ranks(curve: CollectiveTimes) -> CollectiveLaw:
-    """A device file counts a hop for each rank beyond the first."""
+def _law_written(curve: CollectiveTimes) -> dict[str, str]:
+    """The law for two ranks: a device file counts a hop for each rank beyond the first."""
     found = law(curve)
-    return replace(found, latency=max(found.latency - _MEASURED.wire.hop * (curve.ranks - 1), _SHORTEST))
-
-
-def _two(found: CollectiveLaw) -> dict[str, str]:
-    return {"latency": _time_written(found.latency), "bandwidth": _rate_written(found.bandwidth)}
+    latency = max(found.latency - _MEASURED.wire.hop * (curve.ranks - 1), _SHORTEST)
+    return {"latency": _time_written(latency), "bandwidth": _rate_written(found.bandwidth)}
 
 
 def _rate_written(bytes_a_nanosecond: float) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import keepbusy
 from keepbusy.cli import (
     READ,
-    add_amount,
     add_plain_step,
     add_timeline,
     add_what_if,
@@ -62,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plain_step(parser)
     add_what_if(parser)
     add_workers(parser)
-    add_amount(parser)
+    parser.add_argument("--full", action="store_true", help="print the whole report, not only its first ten lines")
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
     add_timeline(parser)
     parser.add_argument("--hours", type=amount, metavar="H", help="what the plan saves of a run of so many hours")
     parser.add_argument(
@@ -83,7 +83,12 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         return _hang(options, dumps, len(paths) - len(dumps))
     if options.save:
         check_name(options.save)
-    each = _on_ray() if options.ray else None
+    each: EachOf | None = None
+    if options.ray:
+        try:
+            from keepbusy.integrations.ray import each_on_ray as each
+        except ModuleNotFoundError as error:
+            raise BadInput(f"--ray needs {error.name}; install it: pip install 'keepbusy[ray]'") from None
     with progress(options.quiet) as on_progress, no_garbage_search():
         timeline = open_timeline(paths, part(on_progress, 0.0, READ), each)
         diagnosis = keepbusy.explain(
@@ -97,20 +102,11 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     text = rendered(diagnosis, options, _commands(options, diagnosis))
     if options.save:
         save(timeline, options.plain_step, options.save)
-    below = list[str]()
     if options.hours and not options.json:
         from keepbusy.report.run_report import of_a_long_run
 
-        below.append(of_a_long_run(diagnosis, options.hours, options.price))
-    return (text, "\n", *(f"\n{one}\n" for one in below))
-
-
-def _on_ray() -> EachOf:
-    try:
-        from keepbusy.integrations.ray import each_on_ray
-    except ModuleNotFoundError as error:
-        raise BadInput(f"--ray needs {error.name}; install it: pip install 'keepbusy[ray]'") from None
-    return each_on_ray
+        text = f"{text}\n\n{of_a_long_run(diagnosis, options.hours, options.price)}"
+    return (text, "\n")
 
 
 def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Sequence[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,20 +63,15 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
     from keepbusy.report import as_json, exports
 
     if kind == "perfetto":
-        return exports.perfetto(timeline, _explained_if_possible(timeline))
+        explained: Diagnosis | None = None
+        with suppress(BadInput):  # what cannot be explained can still be looked at
+            explained = keepbusy.explain(timeline, turns=True)
+        return exports.perfetto(timeline, explained)
     if kind == "csv":
         return exports.csv_table(timeline)
     diagnosis = keepbusy.explain(timeline)
     with where_it_ran(diagnosis):
         return (exports.sarif(diagnosis),) if kind == "sarif" else (as_json.render(diagnosis), "\n")
-
-
-def _explained_if_possible(timeline: Timeline) -> Diagnosis | None:
-    """What cannot be explained can still be looked at."""
-    try:
-        return keepbusy.explain(timeline, turns=True)
-    except BadInput:
-        return None
 
 
 def _write(parts: Iterable[str], path: Path) -> None:

@@ -42,19 +42,17 @@ def run(options: argparse.Namespace) -> Iterable[str]:
     if options.chapter is None:
         if options.copy:
             raise BadInput("--copy needs the number of a chapter: keepbusy learn 1 --copy .")
-        return _list(chapters)
+        titles = [page.read_text(encoding="utf-8").partition("\n")[0] for page in chapters.values()]
+        return [
+            *(f"{title.removeprefix('# ')}\n" for title in titles),
+            "\nkeepbusy learn 1             reads it here\nkeepbusy learn 1 --copy .    copies its programs\n",
+        ]
     page = chapters.get(options.chapter)
     if page is None:
         raise BadInput(f"there is no chapter {options.chapter}; there are {', '.join(map(str, chapters))}.")
     if options.copy:
         return _copied(course / f"chapter{options.chapter}", options.copy)
     return [shown(page, screen())]
-
-
-def _list(chapters: dict[int, Path]) -> Iterator[str]:
-    for page in chapters.values():
-        yield f"{page.read_text(encoding='utf-8').partition(chr(10))[0].removeprefix('# ')}\n"
-    yield "\nkeepbusy learn 1             reads it here\nkeepbusy learn 1 --copy .    copies its programs\n"
 
 
 def _copied(programs: Path, folder: Path) -> Iterator[str]:

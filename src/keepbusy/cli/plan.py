@@ -237,17 +237,14 @@ def _outcome(layout: SpreadLayout, ended: int, folder: Path) -> Trial | str:
             "the program does not call keepbusy.spread, whose layouts are tried; put this before its loop: "
             "model, optimizer, loader = keepbusy.spread(model, optimizer, loader, example=batch)"
         )
-    return _explained(layout, kept, json.loads(found.read_text(encoding="utf-8")))
-
-
-def _explained(layout: SpreadLayout, kept: Path, spread: Mapping[str, Any]) -> Trial:
     from keepbusy.explain import explain
     from keepbusy.timeline.busy_file import load
 
-    timeline = load(kept)
-    told, memory = explain(timeline), timeline.memory
-    peak, held = (int(one.max(initial=0)) for one in (memory.reserved, memory.allocated))
-    return Trial(layout, told.plain_step, told.ledger, peak, held, 1 if spread["shared"] else spread["data"])
+    spread, timeline = json.loads(found.read_text(encoding="utf-8")), load(kept)
+    diagnosis, memory = explain(timeline), timeline.memory
+    peak, held = (int(sizes.max(initial=0)) for sizes in (memory.reserved, memory.allocated))
+    batches = 1 if spread["shared"] else spread["data"]
+    return Trial(layout, diagnosis.plain_step, diagnosis.ledger, peak, held, batches)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
@@ -52,12 +52,10 @@ _CUDA = re.compile(r"^cuda(?:\s*:[^=]+)?\s*=\s*['\"]", re.MULTILINE)
 
 
 def is_possible() -> bool:
-    """Whether there is a GPU for PyTorch to use. Asking PyTorch itself would wake the driver in this process."""
-    return DRIVER.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and _speaks_cuda()
-
-
-def _speaks_cuda() -> bool:
-    """PyTorch's own word on what it was built for, read and not imported."""
+    """Whether there is a GPU for PyTorch to use. Importing PyTorch would wake the driver in this process, so what
+    it was built for is read from its file."""
+    if not DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
     torch = find_spec("torch")
     version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
     return version is not None and version.exists() and bool(_CUDA.search(version.read_text(encoding="utf-8")))
@@ -74,11 +72,13 @@ def run_supervised(
     kept = os.environ.get(KEEP) if rank() == 0 else None  # the others leave theirs for the first
     folder = Path(tempfile.mkdtemp(prefix="keepbusy-", dir=kept)) if kept else make_folder()
     hostlog.build()
-    meanwhile = live(folder, options.script, explained) if _is_seen(options) else None
+    drawing: AbstractContextManager[None] = nullcontext()
+    if options.live and rank() == 0:  # of several ranks, one draws
+        drawing = live(folder, options.script, explained)
     child = ProgramProcess(lambda over: _watched(program, folder, options, over))
     streams.until = child.wait
     try:
-        with meanwhile or nullcontext():
+        with drawing:
             for room in _REPORTING:  # the program imports PyTorch meanwhile
                 import_module(room)
             child.hear()
@@ -96,11 +96,6 @@ def run_supervised(
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
     _end_as(status)
-
-
-def _is_seen(options: argparse.Namespace) -> bool:
-    """Of several ranks, one draws."""
-    return options.live and rank() == 0
 
 
 def _watched(program: Callable[[], int], folder: Path, options: argparse.Namespace, over: Callable[[], None]) -> int:
@@ -372,44 +367,34 @@ def devices(asked: int) -> int:
 
 
 def gathered(timeline: Timeline) -> Timeline | None:
-    """On the first rank the timeline of all of them, on the others nothing."""
+    """Leave this rank's timeline for the first rank, which gets one timeline of all ranks; the others get None."""
     if world() == 1:
         return timeline
+    from keepbusy.timeline.busy_file import load, save
     from keepbusy.timeline.ranks import merge
 
-    timelines, _ = shared([timeline], [])
-    return merge([one for one in timelines if len(one)] or timelines[:1]) if timelines else None
-
-
-def shared(timelines: Sequence[Timeline], why: Sequence[str]) -> tuple[list[Timeline], list[str]]:
-    """Leave this rank's for the first, which gets those of all ranks, and why any are missing."""
-    from keepbusy.timeline.busy_file import load, save
-
-    left = meeting_place() / f"rank{rank()}.{'busy' if timelines else 'txt'}"
-    for one in timelines[:1]:
-        save(one, left)
-    if not timelines:
-        _say(why, left)
-    found, missing = _brought_together(left, ".busy")
+    own = meeting_place() / f"rank{rank()}.busy"
+    save(timeline, own)
+    found, _ = _collected(own, ".busy")
     timelines = [load(path) for path in found]
-    _forget(left.parent)
-    return timelines, missing
+    _forget(own.parent)
+    return merge([one for one in timelines if len(one)] or timelines[:1]) if timelines else None
 
 
 def shared_logs(folder: Path) -> list[str]:
     """Leave the logs of this rank's processes for the first rank, in whose folder those of all ranks are then. Returns
     which are missing."""
-    left = meeting_place() / f"rank{rank()}.tar"
+    own = meeting_place() / f"rank{rank()}.tar"
     if (why := folder / WHY_NOT).exists():
-        left = left.with_suffix(".txt")
-        _say([why.read_text(encoding="utf-8")], left)
+        own = own.with_suffix(".txt")
+        write_whole(own, why.read_text(encoding="utf-8"), durable=False)
     else:
-        unfinished = left.with_suffix(".part")
+        unfinished = own.with_suffix(".part")
         with tarfile.open(unfinished, "w") as archive:
             for process in folder.iterdir() if rank() != 0 else ():
                 archive.add(process, f"rank{rank()}-{process.name}")
-        unfinished.rename(left)
-    found, missing = _brought_together(left, ".tar")
+        unfinished.rename(own)
+    found, missing = _collected(own, ".tar")
     for path in found:
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")
@@ -417,16 +402,8 @@ def shared_logs(folder: Path) -> list[str]:
                 for name in archive.getnames():
                     if "/" not in name:
                         shutil.copy(clock, folder / name / CLOCK)
-    _forget(left.parent)
+    _forget(own.parent)
     return missing
-
-
-def _brought_together(left: Path, kind: str) -> tuple[list[Path], list[str]]:
-    """On the first rank, what all ranks have left of this kind, and of the others why they have not."""
-    store = _store()
-    if store is not None and os.environ.get("GROUP_RANK", "0") != "0":
-        _send(store, left)
-    return ([], []) if rank() != 0 else _collected(left.parent, store, kind)
 
 
 def _forget(place: Path) -> None:
@@ -463,10 +440,6 @@ def _hold(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return folder in _HELD
-
-
-def _say(why: Sequence[str], path: Path) -> None:
-    write_whole(path, " ".join(why) or "It left nothing.", durable=False)
 
 
 def _of_this_host() -> int:
@@ -531,8 +504,14 @@ def _clock_behind(store: Any, key: str) -> int:
     return min(readings)[1]
 
 
-def _collected(folder: Path, store: Any, kind: str) -> tuple[list[Path], list[str]]:
-    """One that was killed together with its supervisor says nothing at all. Of other hosts only the store tells."""
+def _collected(own: Path, kind: str) -> tuple[list[Path], list[str]]:
+    """On the first rank, what all ranks have left of this kind, and of the others why they have not. One that was
+    killed together with its supervisor says nothing at all."""
+    store, folder = _store(), own.parent
+    if store is not None and os.environ.get("GROUP_RANK", "0") != "0":
+        _send(store, own)
+    if rank() != 0:
+        return [], []
     expected = range(_of_this_host() if store is None else world())
     until = time.monotonic() + PATIENCE
     while (silent := [one for one in expected if not _has_spoken(folder, one)]) and time.monotonic() < until:
@@ -583,15 +562,11 @@ class Terminal:
 
     def is_seen(self) -> bool:
         """Not while the program runs in the background of its shell, nor on a handful of rows."""
+        is_in_front = True
+        with suppress(OSError):  # a session of its own, as torchrun starts them: nobody can send it to the background
+            is_in_front = os.tcgetpgrp(2) == os.getpgrp()
         columns, rows = self.size()
-        return _is_in_front() and columns >= _SMALLEST[0] and rows >= _SMALLEST[1]
-
-
-def _is_in_front() -> bool:
-    try:
-        return os.tcgetpgrp(2) == os.getpgrp()
-    except OSError:  # a session of its own, as torchrun starts them: nobody can send it to the background
-        return True
+        return is_in_front and columns >= _SMALLEST[0] and rows >= _SMALLEST[1]
 
 
 @contextmanager

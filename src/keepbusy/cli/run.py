@@ -71,25 +71,12 @@ The program runs as it is: its arguments, its output and its exit code are its o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_of_the_machine(parser)
-    _add_of_the_report(parser)
-    _add_of_the_fixes(parser)
-    add_program(parser, "the program to run, unchanged, and its own arguments; - reads it from standard input")
-    parser.add_argument("-c", dest="is_text", action="store_true", help="what follows is the program itself")
-
-
-def _add_of_the_machine(parser: argparse.ArgumentParser) -> None:
-    """On what the program runs."""
     add_machine(parser, "auto")
     parser.add_argument(
         "--alike",
         action="store_true",
         help="of these ranks run the first alone, for all that do the same as it: a laptop is enough for 512",
     )
-
-
-def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
-    """What is looked at, and what is told of it."""
     add_what_if(parser)
     add_workers(parser)
     parser.add_argument("--full", action="store_true", help="print the whole report, not only its first ten lines")
@@ -112,10 +99,6 @@ def _add_of_the_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="on a real GPU: note what takes its memory, too; --page draws it"
     )
-
-
-def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
-    """What is done to the program while it runs."""
     parser.add_argument(
         "--fix",
         action="store_true",
@@ -135,6 +118,8 @@ def _add_of_the_fixes(parser: argparse.ArgumentParser) -> None:
         default=(),
         help="these, too, whose results may differ: fuse_optimizer,accumulate,keep_shapes,num_workers",
     )
+    add_program(parser, "the program to run, unchanged, and its own arguments; - reads it from standard input")
+    parser.add_argument("-c", dest="is_text", action="store_true", help="what follows is the program itself")
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
@@ -402,6 +387,8 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:
     """What the run so far says."""
+    from keepbusy.explain.kept_plan import KeptPlan
+
     here = "" if options.fix else _current_folder()  # what ran with fixes is not what the sources say
     timeline = timeline.change_facts(command=_to_run_again(options), folder=here)
     if options.save:
@@ -424,7 +411,9 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         return
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
-    commands = _commands(options, diagnosis, _keep(timeline, options, diagnosis))
+    # a run with fixes does not become the last run: its fixes are made by the plan of one without
+    is_last = not options.fix and last_run.keep(timeline, options.began, KeptPlan.of(diagnosis).as_json())
+    commands = _commands(options, diagnosis, is_last)
     fixed = _fixed(options.rewriting, diagnosis) if options.fix else []
     if fixed and not options.json and not options.full:
         text = rendered_fixed(diagnosis, fixed, commands, streams.screen)
@@ -451,13 +440,6 @@ def _any_fix_held(rewriting: Path) -> bool:
     made = json.loads(rewriting.read_text(encoding="utf-8"))
     graphs = [line for text in rewritten_run.graphs_of(rewriting.parent) for line in text.splitlines()]
     return {way for way, _ in made["written"]} != {"graph"} or any(": 0 replayed" not in line for line in graphs)
-
-
-def _keep(timeline: Timeline, options: argparse.Namespace, diagnosis: Diagnosis) -> bool:
-    """Whether it is the last run from now on. One with fixes is not: they are made by the plan of one without."""
-    from keepbusy.explain.kept_plan import KeptPlan
-
-    return not options.fix and last_run.keep(timeline, options.began, KeptPlan.of(diagnosis).as_json())
 
 
 def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: program.StandardStreams) -> str:
