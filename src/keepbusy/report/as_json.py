@@ -6,7 +6,6 @@ Times are milliseconds, of the whole run seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from keepbusy.causes.places import Where
@@ -17,7 +16,7 @@ from keepbusy.report.run_report import PlanRow, planned_rows
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.races import DataRace
-from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun
+from keepbusy.timeline.run_facts import Cluster, Part, PlainRun
 
 VERSION = 2
 """2: the verdict comes first, and a fix of the plan has its `name`, `code`, `predicted`, `run` and `blockers`."""
@@ -33,6 +32,7 @@ def render_comparison(comparison: Comparison) -> str:
 
 
 def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
+    ended = diagnosis.cut_short
     return {
         "version": VERSION,
         "verdict": verdict.statement(diagnosis),
@@ -44,7 +44,7 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "ranks": [int(rank) for rank in diagnosis.ranks],
         "device": diagnosis.device,
         "sources": list(diagnosis.sources),
-        "ledger": _ledger(diagnosis.ledger),
+        "ledger": {place: milliseconds(time) for place, time in diagnosis.ledger.items()},
         "waiting": milliseconds(diagnosis.waiting),
         "noise": milliseconds(diagnosis.noise),
         "causes": [_cause(cause) for cause in diagnosis.causes],
@@ -66,7 +66,13 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         ],
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
         "cluster": _cluster(diagnosis.cluster) if diagnosis.cluster else None,
-        "cut_short": _cut_short(diagnosis.cut_short) if diagnosis.cut_short else None,
+        "cut_short": {
+            **_same(ended, "how", "by"),
+            "where": ended.place,
+            "rank": None if ended.rank == NONE else ended.rank,
+        }
+        if ended
+        else None,
         "races": [_race(one) for one in diagnosis.races],
     }
 
@@ -96,10 +102,6 @@ def _same(one: object, *names: str) -> dict[str, Any]:
 def _times(one: object, *names: str) -> dict[str, float | None]:
     """The same of times."""
     return {name: _known(getattr(one, name)) for name in names}
-
-
-def _ledger(ledger: Mapping[str, int]) -> dict[str, float]:
-    return {place: milliseconds(time) for place, time in ledger.items()}
 
 
 def _predicted(one: Prediction | None) -> dict[str, float | None]:
@@ -216,10 +218,6 @@ def _race(race: DataRace) -> dict[str, Any]:
     first, second = (_same(use, "place", "writes", "stream") for use in (race.first, race.second))
     said = {"sentence": race_words.sentence(race), "remedy": race_words.remedy(race)}
     return {**_same(race, "kind", "size", "times"), "first": first, "second": second, **said}
-
-
-def _cut_short(ended: CutShort) -> dict[str, Any]:
-    return {**_same(ended, "how", "by"), "where": ended.place, "rank": None if ended.rank == NONE else ended.rank}
 
 
 def _cluster(cluster: Cluster) -> dict[str, Any]:

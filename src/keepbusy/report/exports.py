@@ -17,7 +17,7 @@ import numpy as np
 
 from keepbusy import __version__
 from keepbusy.causes.places import Where
-from keepbusy.explain.diagnosis import Cause, Diagnosis, Site, Turns
+from keepbusy.explain.diagnosis import Diagnosis, Turns
 from keepbusy.report import words
 from keepbusy.report.source import source_of
 from keepbusy.report.words import look, tame
@@ -229,46 +229,28 @@ CSV_COLUMNS = ("row", "rank", "device", "lane", "kind", "name", "inside", "start
 
 def csv_table(timeline: Timeline) -> Iterator[str]:
     """The spans for a spreadsheet or a data frame, one a line, piece by piece. Times are nanoseconds."""
-    names = [_no_formula(tame(name)) for name in timeline.names]
+    names = [tame(name) for name in timeline.names]
+    # a spreadsheet would compute what begins like a formula
+    names = [f"'{name}" if name.startswith(("=", "+", "-", "@")) else name for name in names]
+    around, spans = timeline.frames.name.tolist(), timeline.spans
+    columns = (spans.lane, spans.kind, spans.name, spans.frame, spans.start, spans.end, spans.work, spans.size)
     yield _lines([CSV_COLUMNS])
     for first in range(0, len(timeline), _CHUNK):
-        yield _lines(_records(timeline, names, first))
-
-
-def _no_formula(name: str) -> str:
-    """A spreadsheet would compute what begins like a formula."""
-    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
+        cut = [column[first : first + _CHUNK].tolist() for column in (*columns, spans.direction)]
+        rows: list[tuple[object, ...]] = []
+        for row, (lane, kind, name, frame, *times, size, direction) in enumerate(zip(*cut, strict=True), first):
+            rank, device, number, _ = timeline.lanes[lane]
+            inside = names[around[frame]] if frame != NONE else ""
+            where = "" if device is None else device
+            way = Direction(direction).name.lower() if direction else ""
+            rows.append((row, rank, where, number, Kind(kind).name.lower(), names[name], inside, *times, size, way))
+        yield _lines(rows)
 
 
 def _lines(rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def _records(timeline: Timeline, names: list[str], first: int) -> list[tuple[object, ...]]:
-    spans = timeline.spans
-    columns = (
-        spans.lane,
-        spans.kind,
-        spans.name,
-        spans.frame,
-        spans.start,
-        spans.end,
-        spans.work,
-        spans.size,
-        spans.direction,
-    )
-    cut = [column[first : first + _CHUNK].tolist() for column in columns]
-    around = timeline.frames.name.tolist()
-    rows: list[tuple[object, ...]] = []
-    for row, (lane, kind, name, frame, *times, size, direction) in enumerate(zip(*cut, strict=True), first):
-        rank, device, number, _ = timeline.lanes[lane]
-        inside = names[around[frame]] if frame != NONE else ""
-        where = "" if device is None else device
-        way = Direction(direction).name.lower() if direction else ""
-        rows.append((row, rank, where, number, Kind(kind).name.lower(), names[name], inside, *times, size, way))
-    return rows
 
 
 # SARIF
@@ -301,15 +283,13 @@ def _blamed(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
         for site in cause.sites:
             if lines := lines_of(site.where):
                 rank = round(100 * min(1.0, site.wait / step), 1) if step else 0.0
-                text, level = _cost_of(cause, site, step), "warning" if rank else "note"
+                waits = f"The GPU waits {duration(site.wait)} of a step for this line ({share(site.wait, step)})"
+                often = f", {count(site.count)} times" if site.count > 1 else ""
+                after = cause.predicted.step
+                fixed = f"Fixed, a step takes {transition(step, after)}, {change(step, after)}."
+                text, level = f"{waits}{often}. {cause.what} {fixed} {cause.advice}", "warning" if rank else "note"
+                text = text.strip()
                 yield {"ruleId": cause.cause, "level": level, "message": {"text": text}, "rank": rank, **lines}
-
-
-def _cost_of(cause: Cause, site: Site, step: int) -> str:
-    waits = f"The GPU waits {duration(site.wait)} of a step for this line ({share(site.wait, step)})"
-    often = f", {count(site.count)} times" if site.count > 1 else ""
-    fixed = f"Fixed, a step takes {transition(step, cause.predicted.step)}, {change(step, cause.predicted.step)}."
-    return f"{waits}{often}. {cause.what} {fixed} {cause.advice}".strip()
 
 
 def _harmless(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:

@@ -30,12 +30,24 @@ def laid_out(
     parts: Iterable[RenderableType], width: int, colour: bool, unicode: bool = True, links: bool = False
 ) -> str:
     """The sheet as text, without spaces at the ends of its lines. `links`: terminals open places that are clicked."""
-    sheet = console(width, colour, io.StringIO())
+    written = io.StringIO()
+    sheet = Console(  # it interprets nothing: names of a trace may hold what looks like markup
+        file=written,
+        width=width,
+        force_terminal=colour,
+        force_jupyter=False,  # in a notebook, too, a report is the text that it returns
+        no_color=not colour,
+        color_system="auto" if colour else None,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        legacy_windows=False,
+    )
     for part in parts:
         # rich joins texts that it prints into one of its own, which is broken unless it is told so again
         no_wrap = isinstance(part, Text) and part.no_wrap
         sheet.print(part, crop=False, no_wrap=no_wrap, overflow="ignore" if no_wrap else None)
-    text = "\n".join(line.rstrip() for line in sheet.file.getvalue().splitlines())  # type: ignore[attr-defined]
+    text = "\n".join(line.rstrip() for line in written.getvalue().splitlines())
     text = text if links else _LINK.sub("", text)
     return text if unicode else text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
@@ -53,36 +65,15 @@ def link_to(where: Where) -> str:
         return ""
 
 
-def console(width: int, colour: bool, file: io.StringIO) -> Console:
-    """One that interprets nothing: names of a trace may hold what looks like markup."""
-    return Console(
-        file=file,
-        width=width,
-        force_terminal=colour,
-        force_jupyter=False,  # in a notebook, too, a report is the text that it returns
-        no_color=not colour,
-        color_system="auto" if colour else None,
-        markup=False,
-        emoji=False,
-        highlight=False,
-        legacy_windows=False,
-    )
-
-
-def label(word: str) -> str:
-    """What stands in the margin."""
-    return f"{word:8}"
-
-
 def labelled(asides: Iterable[tuple[str, str]]) -> RenderableType:
     """Sentences, each with a word in the margin. A line of code is never broken: it is there to be pasted."""
     rows: list[RenderableType] = []
     for word, text in asides:
         if text.startswith("fix: "):
-            rows.append(unbroken((label(word), FAINT), text))
+            rows.append(unbroken((f"{word:8}", FAINT), text))
         else:
             row = Table.grid()
-            row.add_row(Text(label(word), FAINT), Text(text))
+            row.add_row(Text(f"{word:8}", FAINT), Text(text))
             rows.append(row)
     return Group(*rows)
 

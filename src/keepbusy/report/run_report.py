@@ -10,18 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from keepbusy.causes.late_ranks import LateRank
-from keepbusy.causes.places import Where
-from keepbusy.explain.diagnosis import CAUSES, COMPUTING, Cause, Diagnosis, Harmless, PlannedFix
+from keepbusy.explain.diagnosis import CAUSES, COMPUTING, Diagnosis, Harmless, PlannedFix
 from keepbusy.report import words
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, link_to
-from keepbusy.report.source import source_of
 from keepbusy.report.words import look, tame
 from keepbusy.timeline.figures import count, duration, every, listing, share, span_of, transition, unit_of
 from keepbusy.timeline.model import NONE
@@ -242,19 +240,14 @@ def _too_small(diagnosis: Diagnosis, left: Sequence[PlannedFix]) -> Iterator[Ren
 
 def _places(one: PlannedFix) -> tuple[str | tuple[str, str], ...]:
     """` at train.py:31, train.py:40 and 2 more`: lines before what is no line."""
-    named = named_places(one)
-    if not named:
-        return ()
-    places = ", ".join(words.spot(place, 48) for place in named)
-    more = f" and {len(one.where) - len(named)} more" if len(one.where) > len(named) else ""
-    return (words.leading(places), (f"{places}{more}", PLACE + link_to(named[0])))
-
-
-def named_places(one: PlannedFix) -> list[Where]:
-    """Those that are shown; the others are counted."""
     where = sorted(one.where, key=lambda place: not place.file)
+    if not where:
+        return ()
     alone = any(", " in words.spot(place, 48) for place in where[:2])  # `aten::mm, after aten::cat` is one place
-    return where[: 1 if alone else 2]
+    named = where[: 1 if alone else 2]
+    places = ", ".join(words.spot(place, 48) for place in named)
+    more = f" and {len(where) - len(named)} more" if len(where) > len(named) else ""
+    return (words.leading(places), (f"{places}{more}", PLACE + link_to(named[0])))
 
 
 def _worth_a_row(diagnosis: Diagnosis) -> list[PlannedFix]:
@@ -372,18 +365,13 @@ def margin(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
     yield from asides(diagnosis.plain_runs)
     label, told = ("line", _lessons) if diagnosis.one_turn else ("ignore", _harmless)
     yield from ((label, one) for one in told(diagnosis.harmless, diagnosis.plain_step))
-    yield from (("bubble", one) for one in bubble(diagnosis))
+    bubble = diagnosis.ledger.get("pipeline_bubble", 0)
+    if bubble > diagnosis.noise:
+        lost = f"{duration(bubble, diagnosis.plain_step)} per iteration ({share(bubble, diagnosis.plain_step)})"
+        yield "bubble", f"the pipeline stages wait {lost} for each other's messages"
     if not AMONG_RANKS & {cause.cause for cause in diagnosis.causes}:
         yield from (("late", lateness(late, diagnosis.given)) for late in diagnosis.late)
     yield from (("note", tame(note)) for note in diagnosis.notes)
-
-
-def bubble(diagnosis: Diagnosis) -> Iterator[str]:
-    """Of a pipeline, what its shape costs."""
-    time = diagnosis.ledger.get("pipeline_bubble", 0)
-    if time > diagnosis.noise:
-        lost = f"{duration(time, diagnosis.plain_step)} per iteration ({share(time, diagnosis.plain_step)})"
-        yield f"the pipeline stages wait {lost} for each other's messages"
 
 
 def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
@@ -398,7 +386,10 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
         where = words.at(max(places, key=lambda one: one.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
         often = f"{count(total)} per iteration" if count(total) != "0" else every(1 / total, "iteration")
-        yield f"{name}{where}{more} ({often}) {_cost(places[0].gain, step)}: {tame(why)}"
+        gain, cost = places[0].gain, "costs nothing here"
+        if gain >= 0.005 * step:
+            cost = f"costs less than the noise here ({duration(gain, step)})"
+        yield f"{name}{where}{more} ({often}) {cost}: {tame(why)}"
 
 
 def _lessons(seen: Iterable[Harmless], step: int) -> Iterator[str]:
@@ -409,31 +400,30 @@ def _lessons(seen: Iterable[Harmless], step: int) -> Iterator[str]:
             yield f"{words.spot(one.where, 50)} blocks Python for {duration(one.held, step)}{often}: {tame(one.why)}"
 
 
-def _cost(gain: int, step: int) -> str:
-    if gain < 0.005 * step:
-        return "costs nothing here"
-    return f"costs less than the noise here ({duration(gain, step)})"
-
-
 def asides(runs: Mapping[int, PlainRun]) -> Iterator[tuple[str, str]]:
     """A label and a sentence each. With several ranks: of the first one."""
     if not runs:
         return
     run = runs[min(runs)]
     if run.steps:
-        yield "plain", _steps(run)
+        span = span_of(run.low, run.high, run.step)
+        begun = f" The first {run.warm_up} took {duration(run.warm_up_time)} in total." if run.warm_up else ""
+        yield "plain", f"80% of the {run.steps:,} steps that were not recorded take {span} {unit_of(run.step)}.{begun}"
     if run.lead != NONE:
         yield "lead", _lead(run)
-    for sentence in _of_each_step(run):
-        yield "plain", sentence
+    for time, what in ((run.input, "waits for input"), (run.collector, "collects garbage")):
+        if time >= max(1, MATTERS * run.step):
+            yield "plain", f"Python {what} for {duration(time)} of each step ({share(time, run.step)})."
+    if run.delayed >= DELAY_MATTERS:
+        lost = share(round(1000 * run.delayed), 1000)
+        yield "plain", f"For {lost} of the run the program was ready to run, but other processes used the CPU cores."
+    if run.requests >= MATTERS:
+        often = count(run.requests)
+        yield "plain", f"PyTorch requests memory from the driver {often} times per step, also after the warm-up."
+    if run.retries:
+        yield "plain", f"GPU memory was full {run.retries} times. PyTorch freed its cache and requested memory again."
     if run.fault:
         yield "note", tame(f"Step times were not measured to the end of the run ({run.fault}). Please report it.")
-
-
-def _steps(run: PlainRun) -> str:
-    span = span_of(run.low, run.high, run.step)
-    begun = f" The first {run.warm_up} took {duration(run.warm_up_time)} in total." if run.warm_up else ""
-    return f"80% of the {run.steps:,} steps that were not recorded take {span} {unit_of(run.step)}.{begun}"
 
 
 def _lead(run: PlainRun) -> str:
@@ -441,26 +431,6 @@ def _lead(run: PlainRun) -> str:
         return "Python has no lead: when a step ends, the GPU is idle."
     seldom = f", but in {share(round(1000 * run.no_lead), 1000)} of the steps it has no lead"
     return f"When a step ends, Python is {duration(run.lead)} ahead{seldom if run.no_lead >= SOME_LEAD else ''}."
-
-
-def _of_each_step(run: PlainRun) -> Iterator[str]:
-    """What holds up the host in every step, or in any."""
-    for time, what in ((run.input, "waits for input"), (run.collector, "collects garbage")):
-        if time >= max(1, MATTERS * run.step):
-            yield f"Python {what} for {duration(time)} of each step ({share(time, run.step)})."
-    if run.delayed >= DELAY_MATTERS:
-        lost = share(round(1000 * run.delayed), 1000)
-        yield f"For {lost} of the run the program was ready to run, but other processes used the CPU cores."
-    if run.requests >= MATTERS:
-        yield f"PyTorch requests memory from the driver {count(run.requests)} times per step, also after the warm-up."
-    if run.retries:
-        yield f"GPU memory was full {run.retries} times. PyTorch freed its cache and requested memory again."
-
-
-def _cause(cause: Cause) -> str:
-    source = source_of(cause.where)
-    text = f": {words.cut(source.text, 60)}" if source else ""
-    return f"{look(cause.cause).label}{words.at(cause.where, 50)}{text}"
 
 
 # While the program runs
@@ -476,8 +446,11 @@ def live_lines(diagnosis: Diagnosis | None, size: tuple[int, int], colour: bool 
     run = diagnosis.run if diagnosis is not None else None
     if diagnosis is None or run is None or width < _ROOM_FOR_A_TREE[0] or rows < _ROOM_FOR_A_TREE[1]:
         return [last]
-    plan = [_first_fix(diagnosis)] if diagnosis.plan else []
-    said = [*_loops_so_far(run, min(_MOST_LINES, rows // _ROWS_A_LINE) - 1 - len(plan)), *plan]
+    said = [*_loops_so_far(run, min(_MOST_LINES, rows // _ROWS_A_LINE) - 1 - bool(diagnosis.plan))]
+    for first in diagnosis.plan[:1]:
+        where = words.at(first.where[0], 30) if first.where else ""
+        gain = transition(first.predicted.step + first.gain, first.predicted.step)
+        said.append(Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} per iteration"))
     for text in said:
         text.truncate(width - 1, overflow="ellipsis")
     return [*(laid_out([text], width, colour) for text in said), last]
@@ -505,51 +478,27 @@ def _with_depth(part: Part, depth: int) -> Iterator[tuple[int, Part]]:
             yield from _with_depth(inner, depth + 1)
 
 
-def _first_fix(diagnosis: Diagnosis) -> Text:
-    first = diagnosis.plan[0]
-    where = words.at(first.where[0], 30) if first.where else ""
-    gain = transition(first.predicted.step + first.gain, first.predicted.step)
-    return Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} per iteration")
+_Piece: TypeAlias = tuple[str, str]
+"""A text and its style."""
 
 
 def live_line(diagnosis: Diagnosis | None, width: int, colour: bool = True) -> str:
     """The iteration, how busy the GPU is, and the worst line, which goes last on a narrow terminal."""
-    said = [_Said("none", "recording")] if diagnosis is None else [*_iteration(diagnosis), *_worst_line(diagnosis)]
-    for dropped in _DROPPED:
-        text = _assembled([part for part in said if part.name not in dropped])
+    time, computes, worst = list[_Piece](), list[_Piece](), list[_Piece]()
+    if diagnosis is None:
+        worst = [("recording", "")]
+    else:
+        if diagnosis.plain_step:
+            time = [(f"{duration(diagnosis.plain_step)} per iteration", "")]
+        computing = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
+        computes = [(f"GPU computes {computing}", FAINT)]
+        for cause in diagnosis.causes[:1]:
+            where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
+            wait = duration(cause.wait, diagnosis.plain_step)
+            worst = [(f"{look(cause.cause).label} {words.spot(where, 30)}: {wait} per iteration", STRONG)]
+    for pieces in ([*time, *computes, *worst], [*time, *worst], worst):
+        text = Text.assemble(("keepbusy", STRONG), *((f" · {piece}", style) for piece, style in pieces))
         if text.cell_len < width:
             break
     text.truncate(width - 1, overflow="ellipsis")
     return laid_out([text], width, colour)
-
-
-class _Said(NamedTuple):
-    name: str
-    text: str
-    style: str = ""
-
-
-_ORDER = ("computes", "time")
-_DROPPED = [set(_ORDER[:count]) for count in range(len(_ORDER) + 1)]
-"""What is left out where there is no room: nothing, then more and more."""
-
-
-def _assembled(parts: list[_Said]) -> Text:
-    text = Text.assemble(("keepbusy", STRONG))
-    for part in parts:
-        text.append(f"{' ' if part.name == 'spread' else ' · '}{part.text}", part.style)
-    return text
-
-
-def _iteration(diagnosis: Diagnosis) -> list[_Said]:
-    return [_Said("time", f"{duration(diagnosis.plain_step)} per iteration")] if diagnosis.plain_step else []
-
-
-def _worst_line(diagnosis: Diagnosis) -> list[_Said]:
-    computes = share(diagnosis.ledger.get(COMPUTING, 0), diagnosis.plain_step)
-    parts = [_Said("computes", f"GPU computes {computes}", FAINT)]
-    for cause in diagnosis.causes[:1]:
-        where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
-        wait = duration(cause.wait, diagnosis.plain_step)
-        parts.append(_Said("worst", f"{look(cause.cause).label} {words.spot(where, 30)}: {wait} per iteration", STRONG))
-    return parts

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepbusy.causes import LEDGER
-from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, CauseChange, Change, Comparison
+from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, Change, Comparison
 from keepbusy.explain.diagnosis import COMPUTING, COPYING, WIRE, Cause, Diagnosis, Prediction
 from keepbusy.report import race_words, run_report, verdict, words
 from keepbusy.report.paper import (
@@ -52,15 +52,10 @@ def render_full(
 ) -> str:
     """The full report as text. Without `wrap` no line is broken."""
     sheet = width if wrap else WITHOUT_END
-    return laid_out(parts(diagnosis, width, colour, commands), sheet, colour, unicode, links=wrap)
+    return laid_out(_paragraphs(diagnosis, width, colour, commands), sheet, colour, unicode, links=wrap)
 
 
-def parts(
-    diagnosis: Diagnosis,
-    width: int,
-    colour: bool = False,
-    commands: verdict.Commands = verdict.Commands(),  # noqa: B008
-) -> Iterator[RenderableType]:
+def _paragraphs(diagnosis: Diagnosis, width: int, colour: bool, commands: verdict.Commands) -> Iterator[RenderableType]:
     """The report's paragraphs, from top to bottom."""
     yield from verdict.broken(run_report.cut_short(diagnosis), width)
     yield verdict.header(diagnosis, width)
@@ -102,29 +97,21 @@ def parts(
 
 def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[RenderableType]:
     """Where the time of one iteration goes."""
-    whole = diagnosis.plain_step
-    what = "From its first launch on, the script takes " if diagnosis.one_turn else "An iteration takes "
-    yield line(
-        what,
-        (duration(whole), STRONG),
-        ". " if diagnosis.plain_given else " in this recording. ",
-        f"The GPU {_what_it_does(diagnosis)}.",
-    )
-    rows = rows_of(diagnosis.ledger, [cause.cause for cause in diagnosis.causes])
-    yield _BLANK
-    yield bar(rows, width, colour)
-    yield _BLANK
-    yield _legend(rows, colour, whole, width)
-
-
-def _what_it_does(diagnosis: Diagnosis) -> str:
-    """`computes for 8.0 ms of it (25%), copies for 22.7 ms (72%) and is idle for 0.7 ms (2%)`."""
     whole, ledger = diagnosis.plain_step, diagnosis.ledger
+    what = "From its first launch on, the script takes " if diagnosis.one_turn else "An iteration takes "
+    # `computes for 8.0 ms of it (25%), copies for 22.7 ms (72%) and is idle for 0.7 ms (2%)`
     done = [("computes", ledger.get(COMPUTING, 0)), ("copies", ledger.get(COPYING, 0))]
     done += [("exchanges data", ledger.get(WIRE, 0)), ("is idle", diagnosis.waiting)]
     shown = [(verb, time) for verb, time in done if verb in ("computes", "is idle") or time >= 0.01 * whole]
     texts = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
-    return listing(texts).replace(" (", " of it (", 1)
+    does = listing(texts).replace(" (", " of it (", 1)
+    seen = ". " if diagnosis.plain_given else " in this recording. "
+    yield line(what, (duration(whole), STRONG), seen, f"The GPU {does}.")
+    rows = rows_of(ledger, [cause.cause for cause in diagnosis.causes])
+    yield _BLANK
+    yield bar(rows, width, colour)
+    yield _BLANK
+    yield _legend(rows, colour, whole, width)
 
 
 def _cause(diagnosis: Diagnosis, number: int, cause: Cause, width: int) -> Iterator[RenderableType]:
@@ -271,23 +258,16 @@ def _legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> Render
     """Name, time and share; what is under 1% stands in one row."""
     shown = [row for row in rows if row.time >= _FOLDED * whole or row.place == COMPUTING]
     small = [row for row in rows if row not in shown]
-    entries = [_entry(row, colour, whole) for row in shown]
+    entries = list[list[Text]]()
+    for row in shown:
+        place = look(row.place)
+        key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {place.colour}") if colour else Text(row.mark)
+        entries.append([key, *map(Text, (place.label, duration(row.time, whole), share(row.time, whole)))])
     if small:
         time = sum(row.time for row in small)
         names = look(small[0].place).label if len(small) == 1 else f"{len(small)} smaller ones"
-        entries.append(
-            [Text(" "), Text(names, FAINT), Text(duration(time, whole), FAINT), Text(share(time, whole), FAINT)]
-        )
-    return _table(entries, 2 if width >= 84 and len(entries) > 3 else 1)
-
-
-def _entry(row: Row, colour: bool, whole: int) -> list[Text]:
-    shown = look(row.place)
-    key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {shown.colour}") if colour else Text(row.mark)
-    return [key, Text(shown.label), Text(duration(row.time, whole)), Text(share(row.time, whole))]
-
-
-def _table(entries: list[list[Text]], columns: int) -> Table:
+        entries.append([Text(" "), *(Text(text, FAINT) for text in (names, duration(time, whole), share(time, whole)))])
+    columns = 2 if width >= 84 and len(entries) > 3 else 1
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(columns):
         for justify in ("right", "left", "right", "right"):
@@ -353,10 +333,6 @@ def _of_the_others(cluster: Cluster) -> Iterator[str]:
     if beyond > _NEGLIGIBLE * cluster.step:
         part = f"{duration(beyond)} of the step ({share(beyond, cluster.step)})"
         yield f"{part} is more than the slowest needs: communication, or a different rank is last each time."
-    yield from _different_work(cluster)
-
-
-def _different_work(cluster: Cluster) -> Iterator[str]:
     kinds = Counter(one.kind for one in cluster.ranks)
     if len(kinds) > 1:
         first = {kind: next(one.rank for one in cluster.ranks if one.kind == kind) for kind in kinds}
@@ -379,19 +355,34 @@ def render_comparison(
     return laid_out(_changes(comparison, width, colour), width if wrap else WITHOUT_END, colour, unicode)
 
 
-def _changes(comparison: Comparison, width: int, colour: bool = False) -> Iterator[RenderableType]:
+def _changes(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
     """The report's paragraphs, from top to bottom."""
     sides = " → ".join(words.files(side.sources) or "a run" for side in (comparison.before, comparison.after))
     yield line(("keepbusy", STRONG), (f" · {sides}", FAINT))
     yield _BLANK
     yield _step_changed(comparison)
-    yield from _predicted(comparison) if not comparison.foretold else ()
+    predicted, step = comparison.predicted, comparison.step
+    if predicted is not None and not comparison.foretold:
+        span = figures.span_of(predicted.low, predicted.high, step.before)
+        yield line(f"Predicted: {figures.transition(step.before, predicted.step)} ({span}).")
     yield from _fixes_made(comparison)
     yield _BLANK
-    yield from _bars(comparison, width, colour)
+    whole = max(step.before, step.after)
+    causes = [change.cause for change in comparison.causes]
+    for name, side in (("before", comparison.before), ("after", comparison.after)):
+        yield Text.assemble((f"{name:8}", FAINT), bar(rows_of(side.ledger, causes), width - 8, colour, whole))
     yield _BLANK
-    yield _places_changed(comparison.ledger, max(comparison.step.before, comparison.step.after))
-    yield from _causes_changed(comparison)
+    yield _places_changed(comparison.ledger, whole)
+    if comparison.causes:
+        yield _BLANK
+    for change in comparison.causes:
+        gain = change.predicted_gain
+        yield line(
+            (f"{change.verdict:11}", _VERDICT_STYLES.get(change.verdict, FAINT)),
+            (look(change.cause).label, STRONG),
+            f" · fixing it: {figures.transition(gain.before, gain.after)} · ",
+            (words.spot(change.where), PLACE),
+        )
     if comparison.notes:
         yield _BLANK
     for note in comparison.notes:
@@ -411,13 +402,6 @@ def _step_changed(comparison: Comparison) -> RenderableType:
     return line("An iteration takes ", (gain, style), (noise, FAINT))
 
 
-def _predicted(comparison: Comparison) -> Iterator[RenderableType]:
-    predicted, step = comparison.predicted, comparison.step
-    if predicted is not None:
-        span = figures.span_of(predicted.low, predicted.high, step.before)
-        yield line(f"Predicted: {figures.transition(step.before, predicted.step)} ({span}).")
-
-
 def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
     """Each fix that was foretold, whether it was made, and what came of those that were."""
     if not comparison.plan:
@@ -432,27 +416,14 @@ def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
         step, foretold = comparison.step, comparison.foretold
         span = figures.span_of(foretold.low, foretold.high, step.before)
         said = f" {figures.transition(step.before, foretold.step)} per iteration ({span}); measured "
-        came = f"{duration(step.after, step.before)}: {_how_it_came(foretold.low, foretold.high, step)}"
-        yield line(("predicted", FAINT), said, came)
+        outcome = "faster than predicted" if step.after < foretold.low else "slower than predicted"
+        if foretold.low - step.noise <= step.after <= foretold.high + step.noise:  # as far as runs can be told apart
+            outcome = "as predicted"
+        yield line(("predicted", FAINT), said, f"{duration(step.after, step.before)}: {outcome}")
     if comparison.run is not None and comparison.made:
         run, foretold_run = comparison.run, comparison.run_foretold
         said = f" the run {figures.transition(run.before, foretold_run)}; measured {duration(run.after, run.before)}"
         yield line(("predicted", FAINT), said)
-
-
-def _how_it_came(low: int, high: int, step: Change) -> str:
-    """Whether it came as foretold, as far as two runs can be told apart."""
-    if low - step.noise <= step.after <= high + step.noise:
-        return "as predicted"
-    return "faster than predicted" if step.after < low else "slower than predicted"
-
-
-def _bars(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
-    whole = max(comparison.step.before, comparison.step.after)
-    causes = [change.cause for change in comparison.causes]
-    for name, side in (("before", comparison.before), ("after", comparison.after)):
-        drawn = bar(rows_of(side.ledger, causes), width - 8, colour, whole)
-        yield Text.assemble((f"{name:8}", FAINT), drawn)
 
 
 def _places_changed(ledger: Mapping[str, Change], whole: int) -> RenderableType:
@@ -474,17 +445,3 @@ def _places_changed(ledger: Mapping[str, Change], whole: int) -> RenderableType:
             Text(said or ("new" if change.significant else "within noise"), style),
         )
     return table
-
-
-def _causes_changed(comparison: Comparison) -> Iterator[RenderableType]:
-    if comparison.causes:
-        yield _BLANK
-    for change in comparison.causes:
-        yield line((f"{change.verdict:11}", _VERDICT_STYLES.get(change.verdict, FAINT)), *_cause_changed(change))
-
-
-def _cause_changed(change: CauseChange) -> Iterator[tuple[str, str]]:
-    yield look(change.cause).label, STRONG
-    gain = change.predicted_gain
-    yield f" · fixing it: {figures.transition(gain.before, gain.after)} · ", ""
-    yield words.spot(change.where), "cyan"

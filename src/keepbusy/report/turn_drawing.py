@@ -38,6 +38,7 @@ MOST_WAITS = 8
 """Who waits for whom is listed below a drawing that has no more of it."""
 _HOST = {Kind.WORK: "·", Kind.LAUNCH: "'", Kind.SYNC: "~", Kind.ALLOCATE: "m", Kind.RECORDING: " "}
 _DEVICE = {Kind.KERNEL: "computing", Kind.COPY: "copying", Kind.FILL: "copying", Kind.COLLECTIVE: "collective"}
+_WORK = ("computing", "copying", "collective")
 
 
 class Cells(NamedTuple):
@@ -215,10 +216,6 @@ def _drawn(laid: RowTimes, cells: Cells, tones: list[tuple[str, str, Mask]], lau
     return Text.assemble(*letters)
 
 
-def _text(cells: Cells, taken: Ints, letters: list[tuple[str, str]]) -> Text:
-    return Text.assemble(*_letters(cells, taken, letters))
-
-
 def _letters(cells: Cells, taken: Ints, letters: list[tuple[str, str]]) -> list[tuple[str, str]]:
     most, time = taken.argmax(axis=0).tolist(), taken.max(axis=0).tolist()
     third = cells.length / cells.columns / 3
@@ -231,19 +228,25 @@ def _gpu(turns: Turns, laid: RowTimes, rank: int, cells: Cells, numbered: dict[t
     mine = (timeline.on_device & (timeline.rank_of_rows == rank))[laid.row]
     kind = timeline.spans.kind[laid.row]
     start = at_work_from(kind, laid.start, laid.end, timeline.spans.work[laid.row])
-    places = ("computing", "copying", "collective")
-    taken, letters = list[Ints](), []
-    for place in places:
-        these = mine & np.isin(kind, [one for one, its in _DEVICE.items() if its == place])
-        taken.append(cells.taken(*_joined(start[these], laid.end[these])))
-        letters.append((look(place).letter, look(place).colour))
+    taken, letters = _taken_by_work(cells, kind, start, laid.end, mine)
     keys = list(numbered)
     which = np.array([keys.index(key) if (key := turns.blame(one)) in numbered else NONE for one in row.tolist()])
     for number, (cause, _) in enumerate(keys):
         these = which == number
         taken.append(cells.taken(begin[these], end[these]) if these.any() else np.zeros(cells.columns, np.int64))
         letters.append((_mark(number, cause), f"bold {look(cause).colour}"))
-    return _text(cells, np.array(taken), letters)
+    return Text.assemble(*_letters(cells, np.array(taken), letters))
+
+
+def _taken_by_work(
+    cells: Cells, kind: Ints, start: Ints, end: Ints, mine: Mask
+) -> tuple[list[Ints], list[tuple[str, str]]]:
+    """How much of each cell computing, copying and collectives take, and the letters that stand for them."""
+    taken = list[Ints]()
+    for place in _WORK:
+        these = mine & np.isin(kind, [one for one, its in _DEVICE.items() if its == place])
+        taken.append(cells.taken(*_joined(start[these], end[these])))
+    return taken, [(look(place).letter, look(place).colour) for place in _WORK]
 
 
 def _mark(number: int, cause: str) -> str:
@@ -273,11 +276,7 @@ def _stream(turns: Turns, laid: RowTimes, waits: Mapping[int, DrawnWait], cells:
     wide = [box for box in boxes if box.last - box.first >= LEAST_BOX]
     apart = np.ones(len(laid.row), bool)
     apart[[at for box in wide for at in box.rows]] = False
-    taken, letters = list[Ints](), []
-    for place in dict.fromkeys(_DEVICE.values()):
-        these = apart & np.isin(kind, [one for one, its in _DEVICE.items() if its == place])
-        taken.append(cells.taken(*_joined(laid.start[these], laid.end[these])))
-        letters.append((look(place).letter, look(place).colour))
+    taken, letters = _taken_by_work(cells, kind, laid.start, laid.end, apart)
     drawn = [idle if cell[0] == " " else cell for cell in _letters(cells, np.array(taken), letters)]
     for first, last, where, rows in wide:
         its = look(_DEVICE[Kind(int(kind[rows[-1]]))])
@@ -347,22 +346,19 @@ def _joined(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 
 def _line_numbers(turns: Turns, laid: RowTimes, mine: Mask, cells: Cells) -> Text:
     """Where a line of the program begins to hold the thread for long enough, its number stands."""
-    place = turns.place[laid.row[mine]]
-    cell = np.clip(
-        ((laid.start[mine] - cells.begin) * cells.columns / cells.length).astype(np.int64), -1, cells.columns
-    )
-    until = np.clip(((laid.end[mine] - cells.begin) * cells.columns / cells.length).astype(np.int64), -1, cells.columns)
+
+    def cells_at(moments: Ints) -> list[int]:
+        cell = ((moments[mine] - cells.begin) * cells.columns / cells.length).astype(np.int64)
+        return np.clip(cell, -1, cells.columns).tolist()
+
     held = np.full(cells.columns, NONE)
-    for one, first, last in zip(place.tolist(), cell.tolist(), until.tolist(), strict=True):
-        held[max(first, 0) : last + 1] = one
-    drawn, at = "", 0
-    while at < cells.columns:
-        last = at
-        while last < cells.columns and held[last] == held[at]:
-            last += 1
-        number = str(turns.places[held[at]].line) if held[at] != NONE else ""
-        drawn += f"{number if len(number) < last - at else '':{last - at}}"
-        at = last
+    places = turns.place[laid.row[mine]].tolist()
+    for place, first, last in zip(places, cells_at(laid.start), cells_at(laid.end), strict=True):
+        held[max(first, 0) : last + 1] = place
+    drawn = ""
+    for place, same in groupby(held.tolist()):
+        room, number = len(list(same)), str(turns.places[place].line) if place != NONE else ""
+        drawn += f"{number if len(number) < room else '':{room}}"
     return Text(drawn, FAINT)
 
 
@@ -429,7 +425,6 @@ def _waits(
 
 def _key() -> Text:
     letters = {"work": "·", "launch": "'", "sync": "~", "memory": "m"}
-    places = ("computing", "copying", "collective")
     host = "  ".join(f"{letter} {name}" for name, letter in letters.items())
-    device = "  ".join(f"{look(place).letter} {place}" for place in places)
+    device = "  ".join(f"{look(place).letter} {place}" for place in _WORK)
     return unbroken((f"{host}  {device}  number: the GPU is idle", FAINT))

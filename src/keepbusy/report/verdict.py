@@ -146,28 +146,17 @@ def _length(diagnosis: Diagnosis) -> str:
 def statement(diagnosis: Diagnosis) -> str:
     """How busy the GPU is, and why it is not busier."""
     rows = run_report.planned_rows(diagnosis)
-    what = "script" if diagnosis.one_turn else "iteration"
+    busy, run = "", diagnosis.run
     if not diagnosis.steps:
-        busy = _busy_in_run(diagnosis)
+        if run is not None and run.busy != NONE:
+            busy = f"The GPU is busy {share(run.busy, run.time)} of the run."
+            busy = busy if run.busy else "The GPU computed nothing in this run."
     elif diagnosis.plain_step:
         at_work = diagnosis.plain_step - diagnosis.waiting
-        busy = f"The GPU is busy {share(at_work, diagnosis.plain_step)} of the {what}."
-        busy = busy.replace("of the iteration", "of an iteration")
-    else:
-        busy = ""
-    if not rows:
-        return f"{busy} {_nothing_to_save(diagnosis)}".strip()
-    first = rows[0].fix
-    return f"{busy} {_reason(diagnosis, first)}".strip()
-
-
-def _busy_in_run(diagnosis: Diagnosis) -> str:
-    run = diagnosis.run
-    if run is None or run.busy == NONE:
-        return ""
-    if not run.busy:
-        return "The GPU computed nothing in this run."
-    return f"The GPU is busy {share(run.busy, run.time)} of the run."
+        what = "the script" if diagnosis.one_turn else "an iteration"
+        busy = f"The GPU is busy {share(at_work, diagnosis.plain_step)} of {what}."
+    why = _reason(diagnosis, rows[0].fix) if rows else _nothing_to_save(diagnosis)
+    return f"{busy} {why}".strip()
 
 
 def _reason(diagnosis: Diagnosis, first: PlannedFix) -> str:
