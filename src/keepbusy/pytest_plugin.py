@@ -153,13 +153,12 @@ def read_budgets(path: Path) -> dict[str, dict[str, int]]:
         return {}
     wanted = "a file that --keepbusy-update wrote"
     budgets: Any = parsed(path, wanted, json.loads, _LARGEST_BUDGETS)
-    if not isinstance(budgets, dict) or not all(map(_is_budget, budgets.values())):
+    are_budgets = isinstance(budgets, dict) and all(
+        isinstance(budget, dict) and all(type(limit) is int for limit in budget.values()) for budget in budgets.values()
+    )
+    if not are_budgets:
         raise BadInput(f"{path} holds no budgets; give {wanted}.")
     return budgets
-
-
-def _is_budget(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(limit) is int for limit in value.values())
 
 
 class TestMeasure:

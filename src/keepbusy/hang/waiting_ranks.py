@@ -140,7 +140,9 @@ class _Job:
         """None where all is well: all came, all ended, or it ended for those who are there."""
         came = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers and rank in members}
         pending = not all(call.ended for call in came.values())
-        differ = _differ(list(came.values()), pending)
+        differ = len({tuple(one.kind for one in call.operands) for call in came.values()}) > 1
+        if pending and not differ:  # where somebody still waits, sizes and types must be the same, too
+            differ = len({_must_agree(call) for call in came.values()}) > 1
         if not pending and not differ:
             return None
         known = self.logs
@@ -227,23 +229,18 @@ def _last(calls: Mapping[int, CollectiveCall], before: int) -> CollectiveCall | 
     return calls[max(earlier)] if earlier else None
 
 
-def _differ(calls: Sequence[CollectiveCall], pending: bool) -> bool:
-    """In kind; where somebody still waits, in size or type too."""
-    kinds = {tuple(one.kind for one in call.operands) for call in calls}
-    return len(kinds) > 1 or (pending and len({_must_agree(call) for call in calls}) > 1)
-
-
 def _must_agree(call: CollectiveCall) -> tuple[object, ...]:
-    """What must be the same on all ranks."""
-    return tuple(_agreed_part(one) for one in call.operands)
-
-
-def _agreed_part(one: Operand) -> tuple[object, ...]:
-    if one.kind in _UNEVEN or one.kind.endswith("_v"):
-        return one.kind, one.dtypes
-    inputs = one.inputs if one.kind != "scatter" else ()
-    outputs = one.outputs if one.kind != "gather" else ()
-    return one.kind, inputs, outputs, one.dtypes if one.kind not in ("scatter", "gather", "broadcast") else ()
+    """What must be the same on all ranks, of each operand."""
+    agreed = list[tuple[object, ...]]()
+    for one in call.operands:
+        if one.kind in _UNEVEN or one.kind.endswith("_v"):
+            agreed.append((one.kind, one.dtypes))
+            continue
+        inputs = one.inputs if one.kind != "scatter" else ()
+        outputs = one.outputs if one.kind != "gather" else ()
+        dtypes = one.dtypes if one.kind not in ("scatter", "gather", "broadcast") else ()
+        agreed.append((one.kind, inputs, outputs, dtypes))
+    return tuple(agreed)
 
 
 # The verdict in sentences
@@ -393,23 +390,22 @@ def as_json(verdict: HangVerdict) -> dict[str, Any]:
         "ranks": list(verdict.ranks),
         "without_dump": list(verdict.unknown),
         "circle": verdict.circle,
-        "stuck": [_stuck_json(one) for one in verdict.stuck],
-    }
-
-
-def _stuck_json(one: StuckCall) -> dict[str, Any]:
-    return {
-        "sentence": _sentence(one),
-        "group": one.group,
-        "description": one.title,
-        "number": one.number,
-        "differ": one.differ,
-        "waiting": one.waiting,
-        "culprits": one.culprits,
-        "held": list(one.held),
-        "without_dump": list(one.unknown),
-        "calls": {str(rank): _call_json(call) for rank, call in one.calls.items()},
-        "last": {str(rank): call and _call_json(call) for rank, call in one.absent.items()},
+        "stuck": [
+            {
+                "sentence": _sentence(one),
+                "group": one.group,
+                "description": one.title,
+                "number": one.number,
+                "differ": one.differ,
+                "waiting": one.waiting,
+                "culprits": one.culprits,
+                "held": list(one.held),
+                "without_dump": list(one.unknown),
+                "calls": {str(rank): _call_json(call) for rank, call in one.calls.items()},
+                "last": {str(rank): call and _call_json(call) for rank, call in one.absent.items()},
+            }
+            for one in verdict.stuck
+        ],
     }
 
 

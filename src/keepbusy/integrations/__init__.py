@@ -116,12 +116,11 @@ class WatchedTraining:
         """What was found, once; its page lies in that folder."""
         import keepbusy
 
-        if not self._is_on:
-            return None
-        self._is_on = False
         page = Path(folder) / _PAGE
         try:
-            self.diagnosis = keepbusy.explain(without_first_steps(self._timeline()))
+            if (seen := self.leave()) is None:
+                return None
+            self.diagnosis = keepbusy.explain(without_first_steps(seen))
             page.parent.mkdir(parents=True, exist_ok=True)
             write_whole(page, _page_of(self.diagnosis))
         except Exception as error:
@@ -136,9 +135,6 @@ class WatchedTraining:
         if not self._is_on:
             return None
         self._is_on = False
-        return self._timeline()
-
-    def _timeline(self) -> Timeline:
         source = Path(sys.argv[0]).name or "this training"
         machine = _machine()
         if machine is None:
