@@ -95,12 +95,12 @@ def _count(count: float) -> float:
 
 
 def _same(one: object, *names: str) -> dict[str, Any]:
-    """Fields that are called here as there."""
+    """Attributes under their own names."""
     return {name: getattr(one, name) for name in names}
 
 
 def _times(one: object, *names: str) -> dict[str, float | None]:
-    """The same of times."""
+    """Attributes that are times, under their own names, in milliseconds."""
     return {name: _known(getattr(one, name)) for name in names}
 
 

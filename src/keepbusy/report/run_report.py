@@ -57,13 +57,10 @@ def cut_short(diagnosis: Diagnosis) -> str:
 
 
 def headline(run: Part) -> str:
-    if run.busy == NONE:
-        return f"The run took {duration(run.time)}."
-    if not run.busy:
-        return f"The run took {duration(run.time)}. The GPU computed nothing."
-    return (
-        f"The run took {duration(run.time)}. The GPU was busy for {duration(run.busy)} ({share(run.busy, run.time)})."
-    )
+    busy = "" if run.busy else " The GPU computed nothing."
+    if run.busy and run.busy != NONE:
+        busy = f" The GPU was busy for {duration(run.busy)} ({share(run.busy, run.time)})."
+    return f"The run took {duration(run.time)}.{busy}"
 
 
 def tree(run: Part, width: int) -> Iterator[RenderableType]:

@@ -56,7 +56,6 @@ def render_full(
 
 
 def _paragraphs(diagnosis: Diagnosis, width: int, colour: bool, commands: verdict.Commands) -> Iterator[RenderableType]:
-    """The report's paragraphs, from top to bottom."""
     yield from verdict.broken(run_report.cut_short(diagnosis), width)
     yield verdict.header(diagnosis, width)
     yield _BLANK
@@ -351,12 +350,10 @@ _WORTH_COMPARING = 0.005
 def render_comparison(
     comparison: Comparison, width: int = 100, *, colour: bool = False, unicode: bool = True, wrap: bool = True
 ) -> str:
-    """What changed, as text."""
     return laid_out(_changes(comparison, width, colour), width if wrap else WITHOUT_END, colour, unicode)
 
 
 def _changes(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
-    """The report's paragraphs, from top to bottom."""
     sides = " → ".join(words.files(side.sources) or "a run" for side in (comparison.before, comparison.after))
     yield line(("keepbusy", STRONG), (f" · {sides}", FAINT))
     yield _BLANK

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from rich.text import Text
@@ -89,6 +89,10 @@ class Box(NamedTuple):
     rows: list[int]  # where they stand among the rows that are drawn
 
 
+Numbered: TypeAlias = dict[tuple[str, Where | None], int]
+"""Causes and their lines, and how long the GPU is idle for each; the longest first, for they are numbered so."""
+
+
 class DrawnTime(NamedTuple):
     """What is drawn: so many iterations, from `begin` on."""
 
@@ -148,9 +152,8 @@ def _occurrences(start: Ints, end: Ints, around: float, begin: float, until: flo
     return RowTimes(row[order], begun[order], ended[order])
 
 
-def _numbered(turns: Turns, laid: RowTimes, cells: Cells) -> dict[tuple[str, Where | None], int]:
-    """Causes and their lines, and how long the GPU is idle for each; the longest first."""
-    lasts: dict[tuple[str, Where | None], int] = {}
+def _numbered(turns: Turns, laid: RowTimes, cells: Cells) -> Numbered:
+    lasts: Numbered = {}
     for rank in turns.timeline.ranks:
         begin, end, row = turns.gaps(rank, *laid)
         begin = np.maximum(begin, cells.begin).astype(np.int64)
@@ -163,12 +166,7 @@ def _numbered(turns: Turns, laid: RowTimes, cells: Cells) -> dict[tuple[str, Whe
 
 
 def _lanes(
-    turns: Turns,
-    laid: RowTimes,
-    cells: Cells,
-    numbered: dict[tuple[str, Where | None], int],
-    waits: Mapping[int, DrawnWait],
-    unicode: bool,
+    turns: Turns, laid: RowTimes, cells: Cells, numbered: Numbered, waits: Mapping[int, DrawnWait], unicode: bool
 ) -> Iterator[Text]:
     timeline = turns.timeline
     kind, lane = timeline.spans.kind[laid.row], timeline.spans.lane[laid.row]
@@ -222,7 +220,7 @@ def _letters(cells: Cells, taken: Ints, letters: list[tuple[str, str]]) -> list[
     return [letters[which] if part > third else (" ", "") for which, part in zip(most, time, strict=True)]
 
 
-def _gpu(turns: Turns, laid: RowTimes, rank: int, cells: Cells, numbered: dict[tuple[str, Where | None], int]) -> Text:
+def _gpu(turns: Turns, laid: RowTimes, rank: int, cells: Cells, numbered: Numbered) -> Text:
     timeline = turns.timeline
     begin, end, row = turns.gaps(rank, *laid)
     mine = (timeline.on_device & (timeline.rank_of_rows == rank))[laid.row]
@@ -371,9 +369,7 @@ def _ruler(cells: Cells, ratio: float) -> Text:
     return Text(" " * MARGIN + drawn, FAINT, no_wrap=True)
 
 
-def _meanings(
-    diagnosis: Diagnosis, turns: Turns, numbered: dict[tuple[str, Where | None], int], window: DrawnTime
-) -> Iterator[Text]:
+def _meanings(diagnosis: Diagnosis, turns: Turns, numbered: Numbered, window: DrawnTime) -> Iterator[Text]:
     ranks, per = len(turns.timeline.ranks), " per iteration" if window.iterations > 1 else ""
     for number, ((cause, where), lasts) in enumerate(numbered.items()):
         if number < 9 and lasts / ranks >= WORTH_A_NUMBER * window.length:

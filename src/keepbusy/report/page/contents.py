@@ -44,7 +44,7 @@ _LONGEST_NAME = 600
 _SPANS = ("lane", "start", "end", "kind", "name", "work", "lag", "awaits", "meeting", "size", "direction", "pinned")
 
 
-def block_of(diagnosis: Diagnosis, source: str, more: Mapping[str, Any] | None = None) -> bytes:
+def block_of(diagnosis: Diagnosis, source: str, more: dict[str, Any] | None = None) -> bytes:
     """The same bytes for the same diagnosis. `more` stands in the header as well."""
     tables: dict[str, _Columns] = {}
     moments = {}
@@ -60,21 +60,10 @@ def block_of(diagnosis: Diagnosis, source: str, more: Mapping[str, Any] | None =
         columns = list(pack(dict(table)))
         described[name] = {"rows": len(next(iter(table.values()))), "columns": [column for column, _ in columns]}
         packed += [content for _, content in columns]
-    header = words_of(diagnosis, source) | {
-        "causes": CAUSES,
-        "moments": moments,
-        "tables": described,
-        **(more or {}),
-    }
-    text = json.dumps(header, separators=(",", ":"), allow_nan=False, default=_plain)
+    header = words_of(diagnosis, source) | {"causes": CAUSES, "moments": moments, "tables": described} | (more or {})
+    text = json.dumps(header, separators=(",", ":"), allow_nan=False, default=np.generic.item)
     head = zlib.compress(text.encode("ascii"), 9)
     return b"".join([LENGTH.pack(len(head)), head, *packed])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a page cannot hold {type(value).__name__}")
 
 
 # Its words
