@@ -109,12 +109,12 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     called = next((word for word in given if not word.startswith("-")), None)
     for name, summary in VERBS.items():
-        one = verbs.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
+        its_parser = verbs.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
         if name == called:
             verb = import_module(f"keepbusy.cli.{name}")
-            one.description, one.epilog = verb.__doc__, verb.EXAMPLES
-            verb.add_arguments(one)
-            one.set_defaults(run=verb.run, prog=one.prog)
+            its_parser.description, its_parser.epilog = verb.__doc__, verb.EXAMPLES
+            verb.add_arguments(its_parser)
+            its_parser.set_defaults(run=verb.run, prog=its_parser.prog)
     return parser
 
 
@@ -161,7 +161,7 @@ def without_pytorch(what: str) -> str:
 
 
 def complain(sentence: str) -> None:
-    """The sentence on standard error, if there is one."""
+    """Write one line to standard error, if there is one."""
     if sys.stderr is not None:
         encoding = sys.stderr.encoding or "utf-8"
         sys.stderr.write(line_of(sentence).encode(encoding, "replace").decode(encoding))
@@ -254,23 +254,20 @@ def add_plain_step(parser: argparse.ArgumentParser) -> None:
 
 
 def fixable() -> list[str]:
-    """The causes that can be fixed."""
     from keepbusy.explain.diagnosis import CAUSES, UNFIXABLE
 
     return [cause for cause in CAUSES if cause not in UNFIXABLE]
 
 
 def listed(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
-    return tuple(one.strip() for one in text.split(",") if one.strip())
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def causes(text: str) -> tuple[str, ...]:
-    """Such as can be fixed."""
     known, asked = fixable(), listed(text)
-    for one in asked:
-        if one not in known:
-            raise argparse.ArgumentTypeError(f"{one!r} is no cause that can be fixed; there are {', '.join(known)}")
+    for name in asked:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is no cause that can be fixed; there are {', '.join(known)}")
     if not asked:
         raise argparse.ArgumentTypeError(f"no cause was named; there are {', '.join(known)}")
     return tuple(dict.fromkeys(asked))
@@ -300,7 +297,6 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def whole_number(of_what: str, most: int, least: int = 1) -> Callable[[str], int]:
-    """How such a one is read."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:

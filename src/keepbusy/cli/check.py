@@ -120,11 +120,9 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     command += handed_on(options, add_arguments, ("gpus", "ranks", "clocks", "values"))
     command += ["-m"] if options.module else []
     environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "keepbusy", *command, script, *arguments], check=False, env=environment
-    ).returncode
-    if ended:
-        raise BadInput(f"{script} ended with exit code {ended}, so nothing can be said of it.")
+    whole = [sys.executable, "-m", "keepbusy", *command, script, *arguments]
+    if code := subprocess.run(whole, check=False, env=environment).returncode:
+        raise BadInput(f"{script} ended with exit code {code}, so nothing can be said of it.")
     if not kept.exists():
         raise BadInput(f"{script} left no run that could be counted.")
     return load(kept)

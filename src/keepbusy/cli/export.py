@@ -55,7 +55,10 @@ def run(options: argparse.Namespace) -> Iterable[str]:
         parts = _parts(open_timeline(expand(options.files), on_progress), options.to)
     if options.output is None:
         return parts
-    _write(parts, options.output)
+    with replacing(options.output) as whole:
+        is_packed = options.output.suffix == ".gz"
+        with gzip.GzipFile(options.output.name, "wb", fileobj=whole) if is_packed else nullcontext(whole) as file:
+            file.writelines(part.encode() for part in parts)
     return ()
 
 
@@ -72,10 +75,3 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
     diagnosis = keepbusy.explain(timeline)
     with where_it_ran(diagnosis):
         return (exports.sarif(diagnosis),) if kind == "sarif" else (as_json.render(diagnosis), "\n")
-
-
-def _write(parts: Iterable[str], path: Path) -> None:
-    with replacing(path) as whole:
-        is_packed = path.suffix == ".gz"
-        with gzip.GzipFile(path.name, "wb", fileobj=whole) if is_packed else nullcontext(whole) as file:
-            file.writelines(part.encode() for part in parts)

@@ -303,11 +303,10 @@ class StandardStreams:
         self._encodings = {1: getattr(sys.stdout, "encoding", None), 2: getattr(sys.stderr, "encoding", None)}
 
     def show(self, *parts: str) -> None:
-        """To standard output."""
         self._write(1, "".join(parts))
 
     def note(self, *lines: str) -> None:
-        """To standard error, where standard output is a machine's."""
+        """Write to standard error, where standard output is JSON."""
         self._write(2, "".join(f"{line}\n" for line in lines))
 
     def complain(self, sentence: str) -> None:
@@ -416,8 +415,8 @@ def meeting_place() -> Path:
     """One that the ranks of this run know, and no other run."""
     run = "-".join(os.environ.get(name, "") for name in _NAMES_OF_A_RUN)
     own = f"keepbusy-{os.getuid()}-"
-    for one in [*Path(tempfile.gettempdir()).glob(f"{own}*")]:
-        remove_stale(one)
+    for folder in [*Path(tempfile.gettempdir()).glob(f"{own}*")]:
+        remove_stale(folder)
     folder = Path(os.environ.get(MEETING) or tempfile.gettempdir()) / f"{own}{run}"
     while True:
         with suppress(FileExistsError):  # also a link: it is refused below
@@ -551,7 +550,6 @@ class Terminal:
     """Standard error, where it is one and somebody looks at it."""
 
     def size(self) -> tuple[int, int]:
-        """Columns and rows."""
         try:
             return os.get_terminal_size(2)
         except OSError:

@@ -294,8 +294,8 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
             f"record one first: `{again}`."
         )
     with where_it_ran(kept):
-        places = [place.file for one in kept.plan for place in one.where]
-        places += [lines.file for one in kept.plan for lines in one.captured]
+        places = [place.file for fix in kept.plan for place in fix.where]
+        places += [lines.file for fix in kept.plan for lines in fix.captured]
         files = {Path(file).resolve() for file in places if file.endswith(".py") and Path(file).is_file()}
         made = rewriting_of(kept, options.without, options.also)
     for file in sorted(files):
@@ -331,8 +331,8 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
         try:
             with suppress(OSError):
                 os.chdir(started_in)  # where the places of the program's lines count from
-            mine = timeline(source=options.script).change_facts(cut_short=cut_short(ending.signal))
-            whole = mine if options.alike else program.gathered(mine)
+            of_rank = timeline(source=options.script).change_facts(cut_short=cut_short(ending.signal))
+            whole = of_rank if options.alike else program.gathered(of_rank)
             if whole is not None:
                 _report(without_first_steps(whole), options, streams)
                 # it is measured, and what a CI job keeps shall be the same in every run
@@ -342,7 +342,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
         except Exception as error:
             streams.complain(sentence_of(error))
 
-    left = RunFolder()  # before the report is registered: it goes after it
+    run_folder = RunFolder()  # before the report is registered: it goes after it
     ending = Ending(finish, in_handler=False)
     # imported now: the exit handlers of what PyTorch imports, such as logging's, run before the report
     from keepbusy.timeline.steps import without_first_steps
@@ -356,7 +356,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
     alike = options.ranks if options.alike else 1
     asked = virtual_run.Options(device, program.devices(options.gpus), measured, real, clocks, alike)
-    timeline = virtual_run.start(asked, program.rank(), left)
+    timeline = virtual_run.start(asked, program.rank(), run_folder)
     over = threading.Event()
     if options.values == "real" and streams.complains_to_terminal and not options.quiet:
         tell_slow_values(MACHINE.clock.first_thread, streams.complain, over)
@@ -386,11 +386,11 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:
-    """What the run so far says."""
     from keepbusy.explain.kept_plan import KeptPlan
+    from keepbusy.report.verdict import fixed_lines
 
-    here = "" if options.fix else _current_folder()  # what ran with fixes is not what the sources say
-    timeline = timeline.change_facts(command=_to_run_again(options), folder=here)
+    folder = "" if options.fix else _current_folder()  # what ran with fixes is not what the sources say
+    timeline = timeline.change_facts(command=_to_run_again(options), folder=folder)
     if options.save:
         save(timeline, None, options.save_at)
         os.utime(options.save_at, (options.began, options.began))  # so that sources which changed later are known
@@ -414,7 +414,10 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     # a run with fixes does not become the last run: its fixes are made by the plan of one without
     is_last = not options.fix and last_run.keep(timeline, options.began, KeptPlan.of(diagnosis).as_json())
     commands = _commands(options, diagnosis, is_last)
-    fixed = _fixed(options.rewriting, diagnosis) if options.fix else []
+    fixed = list[str]()
+    if options.fix:
+        made = json.loads(options.rewriting.read_text(encoding="utf-8"))
+        fixed = fixed_lines(made, rewritten_run.graphs_of(options.rewriting.parent), diagnosis)
     if fixed and not options.json and not options.full:
         text = rendered_fixed(diagnosis, fixed, commands, streams.screen)
     else:
@@ -426,13 +429,6 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     if options.before is not None and not options.fix:
         text = _held_against(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
-
-
-def _fixed(rewriting: Path, diagnosis: Diagnosis) -> list[str]:
-    from keepbusy.report.verdict import fixed_lines
-
-    made = json.loads(rewriting.read_text(encoding="utf-8"))
-    return fixed_lines(made, rewritten_run.graphs_of(rewriting.parent), diagnosis)
 
 
 def _any_fix_held(rewriting: Path) -> bool:
