@@ -56,10 +56,6 @@ class CollectiveCall:
     begun: int
     site: CallSite | None
 
-    @property
-    def kind(self) -> str:
-        return self.operands[0].kind
-
 
 @dataclass(frozen=True)
 class CollectiveLog:
@@ -69,7 +65,6 @@ class CollectiveLog:
     calls: Sequence[CollectiveCall]
     groups: Mapping[str, tuple[int, ...]]  # their members, where they are known
     titles: Mapping[str, str]
-    has_lines: bool
 
 
 # How it is read
@@ -146,8 +141,7 @@ def _log(rank: int, dump: Any, known: dict[Any, Any]) -> CollectiveLog:
     entries = [one for one in dump.get("entries", []) if isinstance(one, dict)]
     titles: dict[str, str] = {}
     calls = list(_calls(entries, titles, known))
-    groups = dict(_groups(dump.get("pg_config")))
-    return CollectiveLog(rank, calls, groups, titles, any(call.site for call in calls))
+    return CollectiveLog(rank, calls, dict(_groups(dump.get("pg_config"))), titles)
 
 
 def _groups(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -47,7 +47,7 @@ class StuckCall:
     @property
     def kind(self) -> str:
         """As most ranks call it."""
-        return Counter(call.kind for call in self.calls.values()).most_common(1)[0][0]
+        return Counter(call.operands[0].kind for call in self.calls.values()).most_common(1)[0][0]
 
     @property
     def reason(self) -> int:
@@ -82,7 +82,7 @@ def explain_hang(logs: Sequence[CollectiveLog]) -> HangVerdict:
         job.unknown,
         tuple(sorted(told, key=_order)),
         {log.rank: log.calls[-1] for log in logs if log.calls},
-        any(log.has_lines for log in logs),
+        any(call.site for log in logs for call in log.calls),
         bool(told) and all(one.reason == _HELD for one in told),
     )
 
@@ -411,7 +411,7 @@ def as_json(verdict: HangVerdict) -> dict[str, Any]:
 
 def _call_json(call: CollectiveCall) -> dict[str, Any]:
     return {
-        "kind": call.kind,
+        "kind": call.operands[0].kind,
         "inputs": [list(shape) for shape in call.operands[0].inputs],
         "outputs": [list(shape) for shape in call.operands[0].outputs],
         "state": _state(call),
