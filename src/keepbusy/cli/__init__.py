@@ -125,7 +125,7 @@ HUNG_UP = 141  # 128 + SIGPIPE: what a shell says of a reader that left
 
 
 def line_of(sentence: str) -> str:
-    """One line on stderr, whatever stands in the sentence."""
+    """Format a sentence as one line of printable letters."""
     line = "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(sentence.split())
     )
@@ -153,7 +153,7 @@ def need_pytorch(what: str) -> None:
 
 
 def without_pytorch(what: str) -> str:
-    """The sentence for whoever has not installed it."""
+    """The message where PyTorch is not installed."""
     return (
         f"{what} needs PyTorch, which {sys.executable} does not have; install it with "
         f"`{sys.executable} -m pip install 'torch>=2.9'`. Traces are explained without it."
@@ -190,7 +190,7 @@ def print_parts(parts: Iterable[str]) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Before the work is done that would end there."""
+    """Raise BadInput if no file can be written there, before the work begins."""
     target = Path(os.path.realpath(path))
     if target.is_dir() or not target.parent.is_dir():
         raise BadInput(f"{path}: this is no place for a file; name a file in a folder that exists.")
@@ -309,7 +309,7 @@ def whole_number(of_what: str, most: int, least: int = 1) -> Callable[[str], int
 
 
 def amount(text: str) -> float:
-    """Of hours or money: a number above 0."""
+    """A number of hours or an amount of money, above 0."""
     number = _number(text)
     if not 0 < number < 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0; give one, as in 48 or 2.50")
@@ -401,7 +401,7 @@ def add_machine(parser: argparse.ArgumentParser, on: str, clock: str = "measured
 def handed_on(
     options: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None], names: Iterable[str]
 ) -> list[str]:
-    """What was asked beyond the usual, for another `keepbusy run`."""
+    """Options that differ from their defaults, as arguments for another `keepbusy run`."""
     usual, given = argparse.ArgumentParser(), list[str]()
     add_arguments(usual)
     for name in names:
@@ -421,7 +421,7 @@ READ = 0.5
 
 
 def part(on_progress: Progress | None, begin: float, end: float) -> Progress | None:
-    """Of what is done in parts, who wants to know how far all of it is."""
+    """Progress of one part of the work, which is shown as a share of all of it."""
     return on_progress and (lambda what, share: on_progress(what, begin + share * (end - begin)))
 
 
@@ -595,7 +595,7 @@ def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
 
 
 def write_comparison(done: Comparison, path: Path, before: str, after: str) -> None:
-    """The same of two runs, as the user named them."""
+    """The page of two runs, as the user named them."""
     from keepbusy.report import page
 
     with where_it_ran(done.after):

@@ -116,7 +116,7 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
 
 
 def _check(ranks: int, gpus: int) -> None:
-    """Before anything is started."""
+    """Raise BadInput if so many ranks do not fit this job or host, before anything is started."""
     world = int(os.environ.get("WORLD_SIZE", "0"))
     if "RANK" in os.environ and world != ranks:
         raise BadInput(f"this job has {world} ranks, not {ranks}; say --ranks {world}.")
@@ -202,7 +202,7 @@ _FLAGS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 
 def harms(environment: Mapping[str, str], cores: int, driver: str) -> list[Harm]:
-    """All that is found, in what `ask_driver` says too."""
+    """Harmful settings: variables, too few cores, and what `ask_driver` returned."""
     few = f"this process may use {cores} {'core' if cores == 1 else 'cores'} only"
     need = "give it a core for the loop, and one for each of the loader's workers"
     return [*flags(environment), *([Harm(few, need)] if cores < 4 else []), *_gpus(driver)]

@@ -218,7 +218,7 @@ def serve(jobs: int) -> None:
 
 
 def _become(trial: Mapping[str, Any]) -> NoReturn:
-    """As `keepbusy run` from the shell, but for what it says."""
+    """Run the trial's command as from a shell; what it says goes to the trial's file."""
     for number, place in enumerate((os.devnull, os.devnull, trial["says"])):
         os.dup2(os.open(place, os.O_RDWR | os.O_CREAT), number)
     os.environ |= trial["environment"]
@@ -295,7 +295,7 @@ class LayoutPlan:
         ]  # fmt: skip
 
     def _why(self, one: Trial) -> str:
-        """What it loses to the best by."""
+        """Why it is slower than the fastest."""
         best = self.ordered[0]
         if not self.fits(one):
             return f"does not fit: {(one.held - self.memory) / 1e9:.0f} GB too much"

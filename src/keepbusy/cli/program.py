@@ -352,7 +352,7 @@ def launch(count: int, command: Sequence[str]) -> int:
 
 
 def rank() -> int:
-    """Of this process, as its launcher numbers it; 0 without one."""
+    """The rank of this process, as its launcher numbers it; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -406,13 +406,13 @@ def shared_logs(folder: Path) -> list[str]:
 
 
 def _forget(place: Path) -> None:
-    """Once the first rank has what was left there."""
+    """Remove the folder, once the first rank has read what the ranks left there."""
     if rank() == 0:
         shutil.rmtree(place, ignore_errors=True)
 
 
 def meeting_place() -> Path:
-    """One that the ranks of this run know, and no other run."""
+    """The folder in which the ranks of this run meet, and no other run's."""
     run = "-".join(os.environ.get(name, "") for name in _NAMES_OF_A_RUN)
     own = f"keepbusy-{os.getuid()}-"
     for folder in [*Path(tempfile.gettempdir()).glob(f"{own}*")]:
@@ -430,7 +430,7 @@ def meeting_place() -> Path:
 
 
 def _hold(folder: Path) -> bool:
-    """Whether it is locked now, with other ranks, and still there."""
+    """Lock the folder, as other ranks do. False if it was removed meanwhile."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         lock(descriptor, fcntl.LOCK_SH)
@@ -458,7 +458,7 @@ def _store() -> Any:
 
 
 def _send(store: Any, path: Path) -> None:
-    """To the first host, which does not see the files of this one."""
+    """Send a file to the first host, which does not see the files of this one."""
     content, key = path.read_bytes(), f"keepbusy/{rank()}"
     begins = range(0, len(content), PIECE)
     for begin in begins:
@@ -474,7 +474,7 @@ def _send(store: Any, path: Path) -> None:
 
 
 def _receive(store: Any, one: int, folder: Path) -> None:
-    """As if it had been left here, once it has been sent."""
+    """Write what a rank of another host has sent, as if that rank had left it here."""
     key = f"keepbusy/{one}"
     if store.check([key]):
         name, pieces, ahead = store.get(key).decode().split()

@@ -253,7 +253,7 @@ def _rewriting(options: argparse.Namespace) -> Path:
 
 
 def _script_of(command: Sequence[str]) -> str:
-    """What was run, after the device and the number of ranks."""
+    """The script of a recorded command, which follows the device and the number of ranks."""
     while command and command[0] in ("--on", "--ranks", "-m"):
         command = command[1 if command[0] == "-m" else 2 :]
     return command[0] if command else ""

@@ -41,7 +41,7 @@ def log_to(diagnosis: Diagnosis, *trackers: Any, step: int | None = None) -> Non
 
 
 def _open_runs() -> list[Any]:
-    """Of libraries that this process has imported."""
+    """Open runs of the libraries that this process has imported."""
     wandb, mlflow = sys.modules.get("wandb"), sys.modules.get("mlflow")
     return [run for run in (wandb and wandb.run, mlflow and mlflow.active_run()) if run]
 

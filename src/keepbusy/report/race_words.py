@@ -47,7 +47,7 @@ def in_short(races: Sequence[DataRace]) -> str:
 
 
 def paragraph(race: DataRace) -> Iterator[str]:
-    """All that is known of it, a line each."""
+    """All that is known of a race, a line each."""
     yield f"data race   {sentence(race)}"
     for use in (race.first, race.second):
         source = source_of(Where.of(use.place)) if use.place else None

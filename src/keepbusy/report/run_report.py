@@ -222,7 +222,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
 
 
 def _too_small(diagnosis: Diagnosis, left: Sequence[PlannedFix]) -> Iterator[RenderableType]:
-    """What is no row, since this run would hardly be shorter."""
+    """Fixes that are not listed, since they would hardly shorten this run."""
     if diagnosis.run is None or not left:
         return
     named = listing(list(dict.fromkeys(words.fix(one.fix) for one in left)))

@@ -335,7 +335,7 @@ def _line_in(where: Where, room: int) -> str:
 
 
 def _joined(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Those that overlap as one."""
+    """Merge intervals that overlap."""
     order = np.argsort(start, kind="stable")
     start, reached = start[order], np.maximum.accumulate(end[order]) if len(end) else end
     first = np.concatenate([[True], start[1:] > reached[:-1]]) if len(start) else np.zeros(0, bool)

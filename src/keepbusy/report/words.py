@@ -55,7 +55,7 @@ def of_a_script(text: str) -> str:
 
 
 def look(place: str) -> LedgerPlace:
-    """Also of a place that a later version may know."""
+    """How a place of the ledger is shown, also one that only a later version knows."""
     return LEDGER.get(place) or LedgerPlace(place, place, "#8b9099", place)
 
 

@@ -401,7 +401,7 @@ def _places(turns: Turns, memory: MemoryUse) -> Ints:
 
 
 def _alive(memory: MemoryUse, rows: Ints) -> list[int]:
-    """Which of these rows took what none of them has given back."""
+    """Rows that took memory which none of these rows has given back."""
     taken: dict[int, int] = {}
     for row, block, size in zip(rows.tolist(), memory.block[rows].tolist(), memory.size[rows].tolist(), strict=True):
         if size > 0:
