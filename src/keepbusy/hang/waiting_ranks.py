@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby, islice
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ class StuckCall:
 
     @property
     def culprits(self) -> list[int]:
-        """Who is absent and waits for nobody."""
+        """Absent ranks that wait for nobody."""
         return [rank for rank in self.absent if rank not in self.held]
 
     @property
@@ -74,12 +74,13 @@ class HangVerdict:
 
 def explain_hang(logs: Sequence[CollectiveLog]) -> HangVerdict:
     job = _Job(logs)
+    named = {rank for log in logs for members in log.groups.values() for rank in members}
     stuck = [*job.collectives(), *job.messages()]
     waiting = {rank for one in stuck for rank in one.waiting}
     told = [replace(one, held=tuple(rank for rank in one.absent if rank in waiting)) for one in stuck]
     return HangVerdict(
         tuple(job.logs),
-        job.unknown,
+        tuple(sorted(named - set(job.logs))),
         tuple(sorted(told, key=_order)),
         {log.rank: log.calls[-1] for log in logs if log.calls},
         any(call.site for log in logs for call in log.calls),
@@ -97,7 +98,7 @@ class _Job:
 
     def __init__(self, logs: Sequence[CollectiveLog]) -> None:
         self.logs = {log.rank: log for log in logs}
-        self._known_messages: dict[tuple[int, str], _Messages] = {}
+        self._messages = cache(lambda rank, group: _Messages(self.logs[rank], group))
 
     @cached_property
     def groups(self) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]]:
@@ -111,11 +112,6 @@ class _Job:
             for group, calls in of_rank.items():
                 found.setdefault((group, log.groups.get(group, ())), {})[rank] = calls
         return found
-
-    @cached_property
-    def unknown(self) -> tuple[int, ...]:
-        named = {rank for log in self.logs.values() for members in log.groups.values() for rank in members}
-        return tuple(sorted(named - set(self.logs)))
 
     def _title(self, group: str) -> str:
         return next((log.titles[group] for log in self.logs.values() if group in log.titles), "")
@@ -190,11 +186,6 @@ class _Job:
         rank, call = next(iter(calls.items()))
         calls[rank] = replace(call, operands=(part, *(one for one in call.operands if one is not part)))
         return StuckCall(call.group, self._title(call.group), call.number, calls, absent, unknown, differ)
-
-    def _messages(self, rank: int, group: str) -> _Messages:
-        if (rank, group) not in self._known_messages:
-            self._known_messages[rank, group] = _Messages(self.logs[rank], group)
-        return self._known_messages[rank, group]
 
 
 _MessageEnd: TypeAlias = tuple[tuple[int, int] | None, str]
