@@ -35,3 +35,13 @@ def test_a_package_that_pip_put_beside_the_program_is_not_the_programs(
     installed, single, own = (str(tmp_path / name) for name in ("wheel/loop.py", "single.py", "train.py"))
     assert [kind_of(one) for one in (installed, single, own)] == [LIBRARY, LIBRARY, USER]
     assert [shown(one) for one in (installed, single)] == ["wheel/loop.py", "single.py"]
+
+
+def test_a_file_is_shown_also_where_the_programs_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert shown(str(tmp_path / "train.py")) == str(tmp_path / "train.py")

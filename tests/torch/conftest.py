@@ -48,7 +48,8 @@ def empty_clock(machine):
     from keepbusy.runtime.readback import readback_stream
 
     machine._begin()
-    readback_stream.cache_clear()  # it was one of the clock before
+    readback_stream.cache_clear()  # it was one of the clock before, as is PyTorch's own for captures
+    torch.cuda.graph.default_capture_stream = None
 
 
 @pytest.fixture

@@ -151,6 +151,15 @@ def test_results_grow_where_they_are_written() -> None:
     assert torch.empty(2, device="cuda").resize_(100).shape == (100,)
 
 
+@pytest.mark.parametrize("size", [(1, 2, 3, 4), (2, 3, 4, 5)])
+def test_what_is_resized_has_the_layout_that_was_asked_for(size: tuple[int, ...]) -> None:
+    on_host, on_device = (torch.arange(24.0, device=device).view(1, 2, 3, 4) for device in ("cpu", "cuda"))
+    for tensor in (on_host, on_device):
+        tensor.resize_(size, memory_format=torch.channels_last)
+    assert on_device.stride() == on_host.stride()
+    assert on_device.as_strided([24], [1]).tolist() == on_host.as_strided([24], [1]).tolist()
+
+
 @pytest.mark.parametrize(
     ("make", "layout"),
     [

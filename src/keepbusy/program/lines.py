@@ -280,6 +280,6 @@ def shown(file: str) -> str:
         return next(file[len(root) :] for root in _LIBRARIES if file.startswith(root))
     try:
         relative = os.path.relpath(file)
-    except ValueError:  # it has no name
+    except (ValueError, OSError):  # it has no name, or the folder that the program runs in is gone
         return file
     return file if relative.startswith("..") else relative

@@ -393,7 +393,7 @@ def _efficient_zeros(size: Any, *, device: torch.device | None = None, **options
 
 def _resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
     """Within its storage where there is room, else in a new one that begins with the old values."""
-    shape = _aten.empty.memory_format(size, dtype=tensor.dtype, device="meta")
+    shape = _aten.empty.memory_format(size, dtype=tensor.dtype, device="meta", memory_format=memory_format)
     room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if shape.nbytes <= room:
         _aten.set_.source_Storage_storage_offset(
@@ -404,9 +404,9 @@ def _resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | 
     old = _seen(tensor, MACHINE.records(device)) if VALUES.real else None
 
     def grow() -> Tensor:
-        grown = _aten.empty.memory_format(size, dtype=dtype, device="cpu")
+        grown = _aten.empty.memory_format(size, dtype=dtype, device="cpu", memory_format=memory_format)
         if old is not None:
-            grown.view(-1)[: old.numel()] = old.reshape(-1)
+            grown.as_strided([old.numel()], [1])[:] = old.reshape(-1)
         return grown
 
     grown = grow()
