@@ -595,6 +595,7 @@ def test_what_the_called_function_copies_first_is_copied_in_front(
 
 
 def test_lines_that_copy_first_are_found_where_another_fix_has_moved_them() -> None:
+    """And they count as held, though another text stands in the graph."""
     source = LOSS_OF.format("'cuda'") + (
         "\ndef train(net, optimizer, batches):\n    for x, y in batches:\n        loss = loss_of(net, x, y, 0)\n"
         "        loss.backward()\n        optimizer.step()\n"
@@ -603,6 +604,7 @@ def test_lines_that_copy_first_are_found_where_another_fix_has_moved_them() -> N
     new = with_graphs(source, f"import time\n\n{source}", told, [6])
     assert new is not None
     assert "x_on_gpu = x.to('cuda')\n" in new
+    assert reached_lines(source, [], [told], [6]) == [7, 8, 9]
 
 
 @pytest.mark.parametrize(

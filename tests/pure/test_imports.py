@@ -188,7 +188,7 @@ LINES = {
     "log": 3254,
     "virtual": 10098,
     "causes": 1618,
-    "fixes": 5252,
+    "fixes": 5290,
     "explain": 2521,
     "report": 3300,
     "runtime": 7263,

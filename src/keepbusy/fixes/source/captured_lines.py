@@ -101,10 +101,12 @@ _ACTING = (ast.Global, ast.Nonlocal, ast.Yield, ast.YieldFrom, ast.Await, ast.Ra
 
 
 class CapturedSource(NamedTuple):
-    """The source with graphs, and how much the largest of them holds of an iteration's launches."""
+    """The source with graphs, how much the largest of them holds of an iteration's launches, and which of the lines
+    that launch they hold, as they stood before."""
 
     module: cst.Module
     launches: int
+    held: list[int]
 
 
 def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> CapturedSource | None:
@@ -124,7 +126,9 @@ def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collect
     free = (name for name in chain([base], (f"{base}_{number}" for number in count(2))) if name not in taken)
     for region in sorted(regions, key=lambda region: region.captured[0].first):
         region.name = next(free)
-    return CapturedSource(wrapper.visit(LiftRegions(regions)), max(map(function.launches_in, regions)))
+    statements = [statement for region in regions for statement in region.captured]
+    held = [line for line, _ in lines.launching if any(statement.has([line]) for statement in statements)]
+    return CapturedSource(wrapper.visit(LiftRegions(regions)), max(map(function.launches_in, regions)), held)
 
 
 def refused_lines(source: str, lines: CapturedLines) -> set[int]:

@@ -9,34 +9,41 @@ from difflib import SequenceMatcher
 from keepbusy.fixes.capture import FEWEST_LAUNCHES
 from keepbusy.fixes.definition import LIFTED, CapturedLines
 from keepbusy.fixes.reading import TakeIndicesOnce
-from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines, replaced_lines
+from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines, replaced_lines, with_graph
 
 
 def with_graphs(own: str, now: str, lines: CapturedLines, loops: Iterable[int]) -> str | None:
     """What `now` becomes. `lines` and `loops` are the user's own file's."""
+    found = _graphs_in(own, now, lines, loops)
+    return found and found[0]
+
+
+def _graphs_in(own: str, now: str, lines: CapturedLines, loops: Iterable[int]) -> tuple[str, set[int]] | None:
+    """And which of the user's lines that launch they hold."""
     moved = moved_lines(own, now)
     launching = moved | replaced_lines(own, now)  # what stood there may stay no more; it launches as before
-    left = lines._replace(
+    there = lines._replace(
         launching=tuple(sorted((launching[line], count) for line, count in lines.launching if line in launching)),
         staying=tuple(moved[line] for line in lines.staying if line in moved),
         fed=tuple(moved[line] for line in lines.fed if line in moved),
         masked=tuple(moved[line] for line in lines.masked if line in moved),
     )
-    return edited(now, "graph", [], left, [moved[line] for line in loops if line in moved])
+    found = with_graph(now, there, [moved[line] for line in loops if line in moved])
+    return found and (found[0], {line for line, to in launching.items() if to in found[1]})
 
 
 def reached_lines(
     own: str, edits: Iterable[tuple[str, Sequence[int]]], captured: Iterable[CapturedLines], loops: Sequence[int]
 ) -> list[int]:
-    """The user's lines that graphs hold once these edits are made, and then these lines are captured."""
-    now, captured = own, [*captured]
+    """The user's lines that launch and are in graphs once these edits are made, and then these lines are captured."""
+    now, captured, held = own, [*captured], set[int]()
     for way, lines in (*edits, *((TakeIndicesOnce.name, one.masked) for one in captured)):
         moved = moved_lines(own, now)
         now = edited(now, way, [moved[line] for line in lines if line in moved]) or now
-    before = now
     for one in (one for one in captured if sum(count for _, count in one.launching) >= FEWEST_LAUNCHES):
-        now = with_graphs(own, now, one, loops) or now
-    return lines_in_graphs(own, before, now)
+        if found := _graphs_in(own, now, one, loops):
+            now, held = found[0], held | found[1]
+    return sorted(held)
 
 
 def lines_in_graphs(own: str, before: str, now: str) -> list[int]:
@@ -46,10 +53,8 @@ def lines_in_graphs(own: str, before: str, now: str) -> list[int]:
     body = [at for one in functions for at in range(one.body[0].lineno, (one.end_lineno or 0) + 1)]
     if not body:
         return []
-    origins, new, old, between = origins_of(now, own), lines_of(now), lines_of(own), lines_of(before)
-    replaced = {_moved(between[to - 1]): line for line, to in replaced_lines(own, before).items()}
-    held = {origins[at - 1] for at in body if _moved(new[at - 1]) == _moved(old[origins[at - 1] - 1])}
-    return sorted(held | {replaced[_moved(new[at - 1])] for at in body if _moved(new[at - 1]) in replaced})
+    origins, new, old = origins_of(now, own), lines_of(now), lines_of(own)
+    return sorted({origins[at - 1] for at in body if _moved(new[at - 1]) == _moved(old[origins[at - 1] - 1])})
 
 
 def _captured_functions(source: str) -> list[ast.FunctionDef]:

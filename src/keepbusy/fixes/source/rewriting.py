@@ -7,7 +7,7 @@ and comments stay as they are, and what has been changed once is not changed aga
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache
 from io import StringIO
@@ -19,7 +19,7 @@ from keepbusy.fixes import BY_NAME
 from keepbusy.fixes.definition import CapturedLines, SourceEdit
 from keepbusy.fixes.loading import DRAW_ONCE
 from keepbusy.fixes.source.calls import write_indices_once
-from keepbusy.fixes.source.captured_lines import with_captured
+from keepbusy.fixes.source.captured_lines import CapturedSource, with_captured
 from keepbusy.fixes.source.loaders import with_loader_arguments
 from keepbusy.fixes.source.split_reads import with_split_reads
 
@@ -54,14 +54,31 @@ def _with_edit(
     captured: CapturedLines | None = None,
     loops: Collection[int] = (),
 ) -> str | None:
+    if captured is not None:
+        found = with_graph(source, captured, loops)
+        return found and found[0]
     try:
-        wrapper = _parsed(source)
-        module = _captured(wrapper, captured, loops) if captured else edit.write(wrapper, frozenset(lines))
+        module = edit.write(_parsed(source), frozenset(lines))
     except (cst.ParserSyntaxError, RecursionError):
         return None
-    if module is None or module.code == source.removeprefix(_BOM):
+    return None if module is None else _written(source, module)
+
+
+def with_graph(source: str, lines: CapturedLines, loops: Collection[int]) -> tuple[str, list[int]] | None:
+    """The source with these lines captured, and which of those that launch a graph holds then. None if nothing is."""
+    try:
+        captured = _captured(_parsed(source), lines, loops)
+    except (cst.ParserSyntaxError, RecursionError):
         return None
+    written = None if captured is None else _written(source, captured.module)
+    return None if captured is None or written is None else (written, captured.held)
+
+
+def _written(source: str, module: cst.Module) -> str | None:
+    """None if it is the source itself."""
     code = module.code
+    if code == source.removeprefix(_BOM):
+        return None
     if any(isinstance(node, ast.Name) and node.id == "keepbusy" for node in ast.walk(ast.parse(code))):
         code = _importing_keepbusy(module).code
     return f"{source[: source.startswith(_BOM)]}{code}"
@@ -98,22 +115,28 @@ def _parsed(source: str) -> MetadataWrapper:
     return MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
 
 
-def _captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int]) -> cst.Module | None:
+def _captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int]) -> CapturedSource | None:
     """With constant masks as indices; and with reads split from what they read where graphs hold more then."""
     if (indexed := write_indices_once(wrapper, frozenset(lines.masked))) is not None:
         own, now = wrapper.module.code, indexed.code
         moved = moved_lines(own, now) | replaced_lines(own, now)
         launching = tuple(sorted((moved[line], count) for line, count in lines.launching if line in moved))
         staying, fed = (tuple(moved[line] for line in some if line in moved) for some in (lines.staying, lines.fed))
-        wrapper, loops = _parsed(now), [moved[line] for line in loops if line in moved]
         lines = lines._replace(launching=launching, staying=staying, fed=fed, masked=())
+        captured = _captured(_parsed(now), lines, [moved[line] for line in loops if line in moved])
+        return captured and _as_before(captured, {to: line for line, to in moved.items()})
     plain, split = with_captured(wrapper, lines, loops), with_split_reads(wrapper, lines, loops)
     if split is None:
-        return plain and plain.module
+        return plain
     parted = with_captured(_parsed(split.module.code), split.lines, split.loops)
-    is_more = parted is not None and (plain is None or parted.launches > plain.launches)
-    best = parted if is_more else plain
-    return best and best.module
+    if parted is None or (plain is not None and plain.launches >= parted.launches):
+        return plain
+    return _as_before(parted, split.origins)
+
+
+def _as_before(captured: CapturedSource, origins: Mapping[int, int]) -> CapturedSource:
+    """Told of the lines as they stood before the source was changed for it."""
+    return captured._replace(held=sorted({origins[line] for line in captured.held}))
 
 
 def lines_of(source: str) -> list[str]:

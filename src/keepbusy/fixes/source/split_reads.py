@@ -46,11 +46,12 @@ _MAY_SHARE = {
 
 
 class SplitReads(NamedTuple):
-    """The source with reads split, and where the captured lines are now."""
+    """The source with reads split, where the captured lines are now, and where its lines stood before."""
 
     module: cst.Module
     lines: CapturedLines
     loops: list[int]
+    origins: dict[int, int]
 
 
 def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collection[int] = ()) -> SplitReads | None:
@@ -72,6 +73,7 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
     moved = {block.a + place: block.b + place for block in same for place in range(1, block.size + 1)}
     launching = {moved[line]: count for line, count in lines.launching if line in moved}
     staying = {moved[line] for line in lines.staying if line in moved}
+    origins = {to: line for line, to in moved.items()}
     for line, text in enumerate(new, 1):
         for made_here in (split.names, split.arriving):
             name = next((name for name in made_here if re.search(rf"\b{name}\b", text)), None)
@@ -79,9 +81,9 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
             if name is not None and text.strip().startswith(f"{name} = ") == (made_here is split.arriving):
                 staying.add(line)
             elif name is not None:
-                launching[line] = split.arriving.get(name, 0)
+                launching[line], origins[line] = split.arriving.get(name, 0), split.made_at[name]
     lines = lines._replace(launching=tuple(sorted(launching.items())), staying=tuple(sorted(staying)))
-    return SplitReads(module, lines, [moved[line] for line in loops if line in moved])
+    return SplitReads(module, lines, [moved[line] for line in loops if line in moved], origins)
 
 
 class _Split(cst.CSTTransformer):
@@ -104,6 +106,8 @@ class _Split(cst.CSTTransformer):
         """Names of what is copied to the GPU in front, and how much the statement launches."""
         self.names: list[str] = []
         """Of what is computed for a read."""
+        self.made_at: dict[str, int] = {}
+        """Of each of these names, the line of the statement that it was made of."""
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802, ARG002
         return False  # there are no blocks in it
@@ -122,20 +126,21 @@ class _Split(cst.CSTTransformer):
 
     def _all_parts(self, statement: cst.SimpleStatementLine, line: int) -> Sequence[cst.BaseStatement]:
         if line not in self._launching or len(statement.body) != 1 or not _is_in_any_case(statement):
-            return self._parts(statement)
+            return self._parts(statement, line)
         copies = _Copies(self._free_name, self._called.get(line, {}))
         fed = cst.ensure_type(statement.visit(copies), cst.SimpleStatementLine)
         if not copies.found:
-            return self._parts(statement)
+            return self._parts(statement, line)
         self.arriving |= dict.fromkeys(copies.found, self._launching[line])
+        self.made_at |= dict.fromkeys(copies.found, line)
         first = [
             cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], copy)])
             for name, copy in copies.found.items()
         ]
         first[0] = first[0].with_changes(leading_lines=statement.leading_lines)
-        return [*first, *self._parts(fed.with_changes(leading_lines=[]))]
+        return [*first, *self._parts(fed.with_changes(leading_lines=[]), line)]
 
-    def _parts(self, statement: cst.SimpleStatementLine) -> Sequence[cst.BaseStatement]:
+    def _parts(self, statement: cst.SimpleStatementLine, line: int) -> Sequence[cst.BaseStatement]:
         if not _is_in_any_case(statement):
             return [statement]
         reads = _Reads(self._computed)
@@ -147,6 +152,7 @@ class _Split(cst.CSTTransformer):
             return [statement]
         names = [self._free_name(_target(statement)) for _ in reads.found]
         self.names += names
+        self.made_at |= dict.fromkeys(names, line)
         read = cst.ensure_type(read.visit(_Named(names)), cst.SimpleStatementLine)
         kept = [
             cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], one)])

@@ -20,7 +20,7 @@ from keepbusy.timeline.model import FrameKind, Ints, Kind, LinkKind, Timeline
 from keepbusy.timeline.run_facts import LOOP, WindowReason
 from keepbusy.timeline.steps import by_pattern, comes_again, has_steps, turns_alone
 
-LOOP_IS_WORTH = 0.1
+LOOP_IS_WORTH = 0.03
 """Of the time of all loops: a loop in which the GPU waits for less is not explained apart."""
 KEPT_ITERATIONS = 64
 """Of a further loop whose iterations are short."""
