@@ -55,6 +55,8 @@ Python and NumPy begin at the same place in each. Ctrl-C ends the search, and sh
 """
 LEAST_GAIN = 0.01
 """Of a step: a fix that gains less is not worth a line. On a measured clock neither is what its noise hides."""
+MOST_APART = 0.01
+"""As far as `capturable=True` may be from a program by itself: of one that it changes by more nothing is known."""
 MINUTES = 10
 """After so many no further run is begun."""
 
@@ -294,8 +296,6 @@ class CandidateRuns:
         tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
         sources, before = without
         different, of_whom = (own if tolerance else before).computed.same(after.computed, tolerance), ""
-        if different and way == "graph" and self._computes:
-            different, tolerance, of_whom = self._against_capturable(different, own, after, tolerance)
         if different and self._computes:
             if self._unprovable is None:
                 again = own.computed.same(self.tried({}, "as it is, again").computed, 0)
@@ -303,10 +303,13 @@ class CandidateRuns:
                     f"this program does not compute the same twice ({again}), so nothing can be proven: "
                     "give it a seed, and no checkpoint to resume from"
                 )
-            because = f" ({why})" if why and not tolerance else ""
             if self._unprovable:
                 raise BadInput(self._unprovable)
-            raise DifferentResults(f"{different.rstrip('.')}{because}")
+            if way == "graph":
+                different, tolerance, of_whom = self._against_capturable(different, own, after, tolerance)
+            if different:
+                because = f" ({why})" if why and not tolerance else ""
+                raise DifferentResults(f"{different.rstrip('.')}{because}")
         was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
         if was - now >= least and not self._is_modelled:
@@ -336,7 +339,7 @@ class CandidateRuns:
         if not self._capturable.same(after.computed, tolerance):
             return "", tolerance, " of the program with `capturable=True`"
         by_themselves = max(own.computed.distances(self._capturable).values())
-        if by_themselves > tolerance and not own.computed.same(after.computed, by_themselves):
+        if tolerance < by_themselves <= MOST_APART and not own.computed.same(after.computed, by_themselves):
             return "", by_themselves, ", as with `capturable=True` alone"
         return different, tolerance, ""
 
