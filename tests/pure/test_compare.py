@@ -194,6 +194,13 @@ def test_a_fix_is_made_once_the_plan_no_longer_asks_for_it() -> None:
     assert (done.run_foretold, done.run) == (8_200, Change(10_000, 7_950, 100))
 
 
+def test_what_a_fix_costs_once_is_no_saving() -> None:
+    """As the capture and the comparisons of a graph."""
+    run = Part(RUN_KIND, time=10_000)
+    before = replace(STALLED, run=run, plan=(replace(FETCH, run_gain=2_000, once=500),))
+    assert compare(before, replace(before, plan=(), plain_step=ms(13.3))).run_foretold == 8_500
+
+
 def test_a_fix_that_is_no_longer_offered_was_not_made_where_the_step_is_longer() -> None:
     """As where a new read of a value stands in the way of a CUDA graph."""
     text = render_comparison(held((), step=33.0))

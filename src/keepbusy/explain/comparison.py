@@ -105,7 +105,7 @@ def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence
     if before.run is not None and after.run is not None:
         longer = max(before.run.time, after.run.time)
         run = Change(before.run.time, after.run.time, round(_LEAST_NOISE * longer))
-    saved = sum(max(0, one.fix.run_gain) for one in plan if one.made)
+    saved = sum(max(0, one.fix.run_gain) - one.fix.once for one in plan if one.made)
     return Comparison(
         before,
         after,
