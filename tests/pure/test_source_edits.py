@@ -266,6 +266,7 @@ for epoch in range(9):
         ("out = model(x)\n", "out = model(x)\n        train_mask = out > 0\n"),
         ("        train().backward()", "        train_mask[epoch] = True\n        train().backward()"),
         ("        train().backward()", "        train_mask.fill_(epoch)\n        train().backward()"),
+        ("        train().backward()", "        grow(train_mask)\n        train().backward()"),
         ("    def train():", "    def train(train_mask):"),
         ("    train_mask = train_mask.cuda()\n", "    if x:\n        train_mask = train_mask.cuda()\n"),
         ("def main(", "train_mask = 1\ndef main("),

@@ -144,8 +144,16 @@ def constant_mask(source: str, line: int) -> ConstantMask | None:
         for node in writes
     )
     comes_often = any(_spans(one, line) and not _spans(one, last.lineno) for one in (*functions, *loops))
-    is_plain = isinstance(last, ast.Assign | ast.AnnAssign | ast.Expr)
+    is_plain = isinstance(last, ast.Assign | ast.AnnAssign | ast.Expr) and not _is_handed_on(nodes, text, last.lineno)
     return ConstantMask(text, last.lineno) if is_plain and is_made_before and comes_often else None
+
+
+def _is_handed_on(nodes: list[ast.AST], text: str, after: int) -> bool:
+    """Whether anybody else gets it behind this line, who might write to it: it only chooses, or is asked for a sum."""
+    asked = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    asked |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    named = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node.lineno > after]
+    return any(ast.unparse(node) == text for node in named if id(node) not in asked)
 
 
 def _scope_of(scopes: list[ast.Module | ast.FunctionDef], line: int) -> ast.Module | ast.FunctionDef:
