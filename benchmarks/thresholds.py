@@ -100,6 +100,7 @@ EXPLAINED = {
         ),
     ),
     "keepbusy.timeline.steps": (
+        Threshold("FEWEST_PROVEN", INFINITE, "Iterations that compare a graph stand for none, where four others do."),
         Threshold("_RARE", 0.0, "Iterations that take far longer stand apart where they are fewer than a twentieth."),
         Threshold(
             "_FAR_LONGER", INFINITE, "Iterations of three times the median have their share of those that are replayed."
@@ -155,7 +156,7 @@ BOUNDS = {
     ),
     "keepbusy.program.loops.slow_iterations": ("COMPARED_ITERATIONS",),
     "keepbusy.explain.fix_search": ("LARGEST_SET", "CANDIDATES", "PLACES_APART", "REPLAYED_ROWS"),
-    "keepbusy.fixes.capture": ("MOST_GRAPHS",),
+    "keepbusy.fixes.capture": ("COMPARED_FIRST", "MOST_GRAPHS"),
     "keepbusy.fixes.definition": (),
     "keepbusy.fixes.cpu_work": (),
     "keepbusy.fixes.launching": ("COMPILED_AWAY", "MOST_OF_IT"),

@@ -63,7 +63,7 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     stored = [name for name in names if _is_stored(name)]
     computed = {name.id for name in stored} - {name.id for name in stored if name.lineno not in launching}
-    called = {line: _copying_functions(tree) for line in lines.fed}
+    called = dict.fromkeys(lines.fed, _copying_functions(tree) if lines.fed else {})
     split = _Split(frozenset(lines.staying), launching, computed, {name.id for name in names}, called)
     module = wrapper.visit(split)
     if not split.names and not split.arriving:

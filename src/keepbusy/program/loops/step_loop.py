@@ -167,10 +167,11 @@ def with_marks(timeline: Timeline, lane: int, trains: BusyLoop, loops: Sequence[
         if abs(guesses - len(trains.ends)) <= 2:  # as often, and begun where it waits
             marked = guessed.change_facts(loop=trains.place)
     worth = LOOP_IS_WORTH * sum(loop.time for loop in loops)
-    parts = {key for loop in loops if _is_part(loop, trains) for key in loop.nest} | {*trains.nest}
+    known = {key for loop in loops if _is_part(loop, trains) for key in loop.nest} | {*trains.nest}
     further = list[Timeline]()  # a few iterations of each
     for loop in loops:
-        if loop.nest[-1] not in parts and loop.waits >= worth:
+        if loop.nest[-1] not in known and loop.waits >= worth:
+            known.add(loop.nest[-1])  # it may be entered from several others
             window = _marked(timeline, lane, loop, KEPT_ITERATIONS)
             if window.facts.loop:
                 reason = WindowReason(LOOP, place=loop.place)
