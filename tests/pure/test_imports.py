@@ -188,7 +188,7 @@ LINES = {
     "log": 3254,
     "virtual": 10098,
     "causes": 1618,
-    "fixes": 5298,
+    "fixes": 5285,
     "explain": 2521,
     "report": 3300,
     "runtime": 7263,

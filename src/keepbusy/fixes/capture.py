@@ -75,10 +75,10 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
         goes[rows] = fix.removes_wait and not (comes_often and fix.is_not_for_loops)
         if fix.name == "create_on_gpu":
             elsewhere.append(named(fix.name, [where]))
-        if goes[rows].any() and not fix.is_gone_in_graph:
-            if fix.leaves_statement:
-                masked.append(where)
-                continue
+        is_to_write = goes[rows].any() and not fix.is_gone_in_graph
+        if is_to_write and fix.leaves_statement:
+            masked.append(where)
+        elif is_to_write:
             by_hand.setdefault((where.file, where.function), []).append(rows)
             edits += [(way, where) for way in fix.served_by[:1] if not fix.is_asked_for]
     beside = np.zeros(len(inputs.timeline), bool)
@@ -168,17 +168,18 @@ def _reached(
     loop = Where.of(inputs.timeline.facts.loop)
     held, refused = set[tuple[str, int]](), set[tuple[str, int]]()
     for file, source in files.items():
-        here = [(way, [at.line]) for way, at in edits if at.file == file]
-        mine = [one for one in lines if one.file == file]
-        held |= {(file, line) for line in reached_lines(source, here, mine, [loop.line] * (loop.file == file))}
-        refused |= {(file, line) for one in mine for line in refused_lines(source, one)}
+        of_file = [(way, [at.line]) for way, at in edits if at.file == file]
+        captured = [one for one in lines if one.file == file]
+        held |= {(file, line) for line in reached_lines(source, of_file, captured, [loop.line] * (loop.file == file))}
+        refused |= {(file, line) for one in captured for line in refused_lines(source, one)}
     at = [source_line(name) for name in inputs.timeline.names]
-    in_graphs = _stand_at(inputs, launches, [one is not None and one[:2] in held for one in at])
-    elsewhere = ~_stand_at(inputs, launches, [one is not None and one[0] in files for one in at])
-    result = in_graphs | elsewhere
-    return (
-        result if result.any() else ~_stand_at(inputs, launches, [one is not None and one[:2] in refused for one in at])
-    )
+
+    def stand_at(places: set[tuple[str, int]]) -> Mask:
+        return _stand_at(inputs, launches, [place is not None and place[:2] in places for place in at])
+
+    elsewhere = ~_stand_at(inputs, launches, [place is not None and place[0] in files for place in at])
+    result = stand_at(held) | elsewhere
+    return result if result.any() else ~stand_at(refused)
 
 
 def _stand_at(inputs: CauseInputs, launches: Ints, names: Sequence[bool]) -> Mask:

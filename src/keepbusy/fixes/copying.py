@@ -136,12 +136,12 @@ class KeepOnDevice(Fix):
         return self.says(self.of_tiny_copy) if largest <= STAGED_BYTES else None
 
     def source_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.creation import ON_DEVICE
+        from keepbusy.fixes.source.calls import ON_DEVICE
 
         return ON_DEVICE
 
     def suggested_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.creation import ON_DEVICE_OR_RANDOM
+        from keepbusy.fixes.source.calls import ON_DEVICE_OR_RANDOM
 
         return ON_DEVICE_OR_RANDOM
 

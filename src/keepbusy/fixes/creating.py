@@ -39,12 +39,12 @@ class MakeOnDevice(Fix):
         return self.says(usual._replace(code=code, api=f"torch.{name}"))
 
     def source_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.creation import ON_DEVICE
+        from keepbusy.fixes.source.calls import ON_DEVICE
 
         return ON_DEVICE
 
     def suggested_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.creation import ON_DEVICE_OR_RANDOM
+        from keepbusy.fixes.source.calls import ON_DEVICE_OR_RANDOM
 
         return ON_DEVICE_OR_RANDOM
 

@@ -136,13 +136,13 @@ class TakeIndicesOnce(Fix):
         if not called_operator(place) & Role.CHOOSES:
             return False
         from keepbusy.fixes.capture import sources_at
-        from keepbusy.fixes.source.calls import constant_mask
+        from keepbusy.fixes.source.masks import constant_mask
 
         sources = sources_at(place.inputs, [place.where.file])
         return any(constant_mask(source, place.where.line) is not None for source in sources.values())
 
     def source_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.calls import write_indices_once
+        from keepbusy.fixes.source.masks import write_indices_once
 
         return SourceEdit(
             "`x[mask_indices]` instead of `x[mask]`, and `mask_indices = mask.nonzero(as_tuple=True)` before the loop",
@@ -168,7 +168,7 @@ class KeepShapes(Fix):
         return bool(called_operator(place) & Role.CHOOSES)
 
     def source_edit(self) -> SourceEdit:
-        from keepbusy.fixes.source.calls import write_masked_sums
+        from keepbusy.fixes.source.masks import write_masked_sums
 
         return SourceEdit(
             "`torch.where(mask, x, 0).sum()` instead of `x[mask].sum()`",

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from keepbusy.fixes.capture import FEWEST_LAUNCHES
 from keepbusy.fixes.definition import LIFTED, CapturedLines
 from keepbusy.fixes.reading import TakeIndicesOnce
-from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines, replaced_lines, with_graph
+from keepbusy.fixes.source.rewriting import edited, lines_of, moved_lines, replaced_lines, with_lines_captured
 
 
 def with_graphs(own: str, now: str, lines: CapturedLines, loops: Iterable[int]) -> str | None:
@@ -28,7 +28,7 @@ def _graphs_in(own: str, now: str, lines: CapturedLines, loops: Iterable[int]) -
         fed=tuple(moved[line] for line in lines.fed if line in moved),
         masked=tuple(moved[line] for line in lines.masked if line in moved),
     )
-    found = with_graph(now, there, [moved[line] for line in loops if line in moved])
+    found = with_lines_captured(now, there, [moved[line] for line in loops if line in moved])
     return found and (found[0], {line for line, to in launching.items() if to in found[1]})
 
 

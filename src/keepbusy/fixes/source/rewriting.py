@@ -18,9 +18,9 @@ from libcst.metadata import MetadataWrapper
 from keepbusy.fixes import BY_NAME
 from keepbusy.fixes.definition import CapturedLines, SourceEdit
 from keepbusy.fixes.loading import DRAW_ONCE
-from keepbusy.fixes.source.calls import write_indices_once
 from keepbusy.fixes.source.captured_lines import CapturedSource, with_captured
 from keepbusy.fixes.source.loaders import with_loader_arguments
+from keepbusy.fixes.source.masks import write_indices_once
 from keepbusy.fixes.source.split_reads import with_split_reads
 
 _BOM = "\ufeff"
@@ -55,7 +55,7 @@ def _with_edit(
     loops: Collection[int] = (),
 ) -> str | None:
     if captured is not None:
-        found = with_graph(source, captured, loops)
+        found = with_lines_captured(source, captured, loops)
         return found and found[0]
     try:
         module = edit.write(_parsed(source), frozenset(lines))
@@ -64,7 +64,7 @@ def _with_edit(
     return None if module is None else _written(source, module)
 
 
-def with_graph(source: str, lines: CapturedLines, loops: Collection[int]) -> tuple[str, list[int]] | None:
+def with_lines_captured(source: str, lines: CapturedLines, loops: Collection[int]) -> tuple[str, list[int]] | None:
     """The source with these lines captured, and which of those that launch a graph holds then. None if nothing is."""
     try:
         captured = _captured(_parsed(source), lines, loops)

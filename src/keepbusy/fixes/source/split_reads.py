@@ -23,12 +23,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from difflib import SequenceMatcher
 from itertools import chain, count
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keepbusy.fixes.definition import CapturedLines
+from keepbusy.fixes.source.name_flow import Uses
 
 _READS = {"item", "tolist", "cpu"}
 _WITHOUT_EFFECT = {
@@ -61,7 +62,7 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
     own, launching = wrapper.module.code, dict(lines.launching)
     tree = ast.parse(own)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    stored = [name for name in names if _is_stored(name)]
+    stored = [name for name in names if isinstance(name.ctx, ast.Store)]
     computed = {name.id for name in stored} - {name.id for name in stored if name.lineno not in launching}
     called = dict.fromkeys(lines.fed, _copying_functions(tree) if lines.fed else {})
     split = _Split(frozenset(lines.staying), launching, computed, {name.id for name in names}, called)
@@ -198,10 +199,8 @@ def _copying_functions(tree: ast.Module) -> dict[str, _CopyingFunction]:
     stores none of that name, it stands for in others."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     counts = Counter(node.name for node in functions)
-    within = [part for node in functions for part in ast.walk(node)]
-    stored = {part.id for part in within if _is_stored(part)} | {
-        part.arg for part in within if isinstance(part, ast.arg)
-    }
+    given = {part.arg for node in functions for part in ast.walk(node.args) if isinstance(part, ast.arg)}
+    stored = given | {*Uses(functions).stores}
     found = dict[str, _CopyingFunction]()
     for node in functions:
         parameters, copies, rebound = [one.arg for one in node.args.args], dict[str, ast.Call](), set[str]()
@@ -213,16 +212,12 @@ def _copying_functions(tree: ast.Module) -> dict[str, _CopyingFunction]:
                     case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="to" | "cuda")) as copy:
                         if name in parameters and name not in rebound:
                             copies.setdefault(name, copy)
-            rebound |= {part.id for part in ast.walk(statement) if _is_stored(part)}
+            rebound |= {*Uses([statement]).stores}
         named = {part.id for copy in copies.values() for part in ast.walk(copy) if isinstance(part, ast.Name)}
         free = named - {*parameters}
         if copies and counts[node.name] == 1 and not free & stored and not named & rebound - copies.keys():
             found[node.name] = _CopyingFunction(parameters, copies, free)
     return found
-
-
-def _is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 class _Copies(cst.CSTTransformer):
