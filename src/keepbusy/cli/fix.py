@@ -287,16 +287,32 @@ class CandidateRuns:
         the program's own run. On a measured clock a gain has to come twice: a busy machine is slow at times.
         """
         from keepbusy.fix.source.rewritten_run import refusal_of
-        from keepbusy.fixes.source.rewriting import edit_of
 
         known = [line.partition(":")[0] for text in without[1].graphs for line in text.splitlines()]
         if refusal := refusal_of(after.graphs, known):
             raise BadInput(f"no graph was replayed: {refusal}")
+        sources, before = without
+        same = self._same_results(way, own, before, after)
+        was, now = before.time(planned), after.time(planned)
+        least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
+        if was - now >= least and not self._is_modelled:
+            was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
+        what = "the run" if planned.is_beside_steps else "a step"
+        if was - now < least:
+            raise BadInput(f"it saves nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
+        predicted = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
+        return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{predicted}; {same}"
+
+    def _same_results(self, way: str, own: TrialRun, before: TrialRun, after: TrialRun) -> str:
+        """How far the results are the same. Raises BadInput where they are not."""
+        from keepbusy.fixes.source.rewriting import edit_of
+
+        if not self._computes:
+            return "results not compared, since nothing is computed with --values none"
         edit = edit_of(way)
         tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
-        sources, before = without
         different, of_whom = (own if tolerance else before).computed.same(after.computed, tolerance), ""
-        if different and self._computes:
+        if different:
             if self._unprovable is None:
                 again = own.computed.same(self.tried({}, "as it is, again").computed, 0)
                 self._unprovable = again and (
@@ -310,18 +326,11 @@ class CandidateRuns:
             if different:
                 because = f" ({why})" if why and not tolerance else ""
                 raise DifferentResults(f"{different.rstrip('.')}{because}")
-        was, now = before.time(planned), after.time(planned)
-        least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
-        if was - now >= least and not self._is_modelled:
-            was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
-        what = "the run" if planned.is_beside_steps else "a step"
-        if was - now < least:
-            raise BadInput(f"it saves nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
-        same = "the same results to the last bit"
-        same = f"results within {100 * tolerance:.3g}%{of_whom}, for {why}" if tolerance else same
-        same = same if self._computes else "results not compared, since nothing is computed with --values none"
-        foretold = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
-        return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{foretold}; {same}"
+        return (
+            f"results within {100 * tolerance:.3g}%{of_whom}, for {why}"
+            if tolerance
+            else "the same results to the last bit"
+        )
 
     def _against_capturable(
         self, different: str, own: TrialRun, after: TrialRun, tolerance: float

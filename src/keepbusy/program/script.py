@@ -464,7 +464,7 @@ class Ending:
         return self._pipe[1].copy if self._pipe is not None else -1
 
     def _set_wakeup_fd(self, original: Function, fd: int, **options: Any) -> int:
-        """While the program has none ours is there, which is not said: some warn where they find another one."""
+        """Where the program sets none, ours stays, and it is told that there is none: some warn about another one."""
         with self._lock:
             ours = self._wakeup
             before = original(ours, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
