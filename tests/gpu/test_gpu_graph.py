@@ -9,22 +9,40 @@ import graph_flaws
 import pytest
 import torch
 from graph_flaws import IN_CAPTURE, ON_THE_HOST, Flaw, flawed, losses, place_of
-from graph_loops import DRAWING, LOOPS, Kept, Loop, adam, batches, net, outcome, schedule_of_floats, whole
+from graph_loops import (
+    DRAWING,
+    LOOPS,
+    Kept,
+    Loop,
+    adam,
+    batches,
+    net,
+    outcome,
+    schedule_of_floats,
+    schedules_in_the_step,
+    whole,
+)
 from graph_state import BY_THE_LOOP, HIDDEN, IN_PLACE, VISIBLE, losses_in_loop, losses_with
 
 from keepbusy.runtime.graph.graphed_step import graph
 
+OF_FLOATS = [schedule_of_floats, schedules_in_the_step]
+"""A learning rate that is a number has more digits than one that a graph reads."""
 
-@pytest.mark.parametrize("loop", DRAWING + LOOPS, ids=lambda loop: loop.__name__)
+
+@pytest.mark.parametrize(
+    "loop", [loop for loop in DRAWING + LOOPS if loop not in OF_FLOATS], ids=lambda loop: loop.__name__
+)
 def test_the_same_values_as_the_plain_loop(loop: Loop) -> None:
     kept = Kept()
     assert outcome(loop, kept, 100) == outcome(loop, lambda step: step, 100)
     assert kept.graphed.replays > 80
 
 
-def test_a_schedule_of_floats_takes_effect_at_each_replay() -> None:
+@pytest.mark.parametrize("loop", OF_FLOATS, ids=lambda loop: loop.__name__)
+def test_a_schedule_of_floats_takes_effect_at_each_replay(loop: Loop) -> None:
     kept = Kept()
-    found, expected = outcome(schedule_of_floats, kept, 100), outcome(schedule_of_floats, lambda step: step, 100)
+    found, expected = outcome(loop, kept, 100), outcome(loop, lambda step: step, 100)
     assert found[:100] == pytest.approx(expected[:100], rel=1e-4)
     assert kept.graphed.replays > 80
 
@@ -56,7 +74,7 @@ def test_a_step_that_keeps_state_stays_as_it_is(program) -> None:
 def test_state_on_the_device_is_renewed_once_a_call(program) -> None:
     kept = Kept()
     assert losses_with(program, kept, 60) == losses_with(program, lambda step: step, 60)
-    assert kept.graphed.replays == 56
+    assert kept.graphed.replays == 57
 
 
 @pytest.mark.parametrize("program", BY_THE_LOOP, ids=lambda program: program.__name__)
@@ -85,7 +103,7 @@ def test_kernels_that_add_up_in_no_order_are_replayed() -> None:
         warnings.simplefilter("error")
         for _ in range(20):
             step(torch.randn(1 << 20, device="cuda"))
-    assert step.replays == 16
+    assert step.replays == 17
 
 
 @pytest.mark.parametrize("flaw", IN_CAPTURE, ids=lambda flaw: flaw.__name__)

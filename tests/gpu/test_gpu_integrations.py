@@ -24,7 +24,7 @@ def test_a_training_is_recorded_from_within(tmp_path: Path, earlier: list[Profil
             torch.cuda.synchronize()
     training = WatchedTraining()
     training.begin()
-    for _ in range(60):
+    for _ in range(1_000):  # long enough for a look at the kernels
         loss = model(x).square().mean()
         optimizer.zero_grad()
         loss.backward()

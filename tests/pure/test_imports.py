@@ -191,9 +191,9 @@ LINES = {
     "fixes": 5285,
     "explain": 2521,
     "report": 3300,
-    "runtime": 7263,
+    "runtime": 7274,
     "cli": 3882,
-    "fix": 1536,
+    "fix": 1543,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

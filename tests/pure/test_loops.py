@@ -10,6 +10,7 @@ import threading
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from warm_python import PATIENCE
 from watched import codes_of, loops_of_jumps, targets
 
+from keepbusy.fix.source.in_memory import StandIns
 from keepbusy.program.loops.codes import Line
 from keepbusy.program.loops.iteration_counts import CALLS_IN_A_ROW, LIMIT, IterationCounter
 from keepbusy.program.loops.source_loops import SourceLoops
@@ -209,6 +211,18 @@ def test_an_async_for_turns_and_waiting_does_not() -> None:
     assert {loop.first for loop in loops_of_jumps(text, "f") if loop} == {2}
     text = "async def f():\n    while True:\n        a()\n        await g()\n"
     assert [loop.first for loop in loops_of_jumps(text, "f") if loop] == [2]
+
+
+@pytest.mark.parametrize("rest", ["        print(loss)", ""], ids=["the last line is the same", "the last line went"])
+def test_a_loop_whose_body_is_rewritten_turns_where_its_source_has_it(tmp_path: Path, rest: str) -> None:
+    own = "def train(batches):\n    for batch in batches:\n        loss = model(batch)\n        loss.backward()\n"
+    own += "        print(loss)\n"
+    made = f"def train(batches):\n    for batch in batches:\n        loss = step(batch)\n{rest}\n"
+    file = str(tmp_path / "train.py")
+    whole = StandIns({file: made}, {file: [1, 2, 3, 5]}).compiled(own.encode(), file)
+    (code,) = (one for one in whole.co_consts if isinstance(one, CodeType))
+    found = [SourceLoops(lambda _: own).of_jump(code, target) for target in targets(code)]
+    assert [loop.first for loop in found if loop] == [2]
 
 
 # a look

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from keepbusy.virtual.pytorch import operators
+
 X = torch.arange(12.0).view(3, 4)
 
 
@@ -22,6 +24,25 @@ def test_a_tensor_is_a_plain_tensor_of_the_device() -> None:
     assert (x.device, x.is_cuda, x.get_device()) == (torch.device("cuda", 0), True, 0)
     assert "device='cuda:0'" in repr(x)
     assert x.tolist() == X.tolist()
+
+
+def test_each_kernel_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 refuses a second one of a name, newer ones do not."""
+    registered: list[tuple[str, str]] = []
+
+    class Library:
+        def __init__(self, *_: str) -> None:
+            pass
+
+        def impl(self, name: str, _: object, key: str) -> None:
+            registered.append((name, key))
+
+        def fallback(self, _: object, key: str) -> None:
+            registered.append(("", key))
+
+    monkeypatch.setattr(torch.library, "Library", Library)
+    operators.register()
+    assert len({*registered}) == len(registered) > 1_000
 
 
 @pytest.mark.parametrize("make", ["zeros", "ones", "empty", "rand", "randn"])

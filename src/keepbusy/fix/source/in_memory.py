@@ -82,11 +82,18 @@ def give_lines(tree: ast.Module, source: str, own: bytes, origins: Sequence[int]
             continue
         first, last = node.lineno, node.end_lineno or node.lineno
         begin, end = origins[first - 1], origins[last - 1]
-        is_there = new[first - 1].strip() == old[begin - 1].strip() and new[last - 1].strip() == old[end - 1].strip()
+        begins_there = new[first - 1].strip() == old[begin - 1].strip()
+        ends_there = new[last - 1].strip() == old[end - 1].strip()
+        holds_others = hasattr(node, "body") and isinstance(
+            node, ast.stmt
+        )  # other lines than its head may have changed
         node.lineno, node.end_lineno = begin, end
-        if is_there and end - begin == last - first:
+        if begins_there and ends_there and (end - begin == last - first or holds_others):
             node.col_offset += _indent(old[begin - 1]) - _indent(new[first - 1])
             node.end_col_offset = (node.end_col_offset or 0) + _indent(old[end - 1]) - _indent(new[last - 1])
+        elif begins_there and holds_others:  # where its loop is looked for: see `source_loops`
+            node.col_offset += _indent(old[begin - 1]) - _indent(new[first - 1])
+            node.end_lineno, node.end_col_offset = begin, len(old[begin - 1])
         else:
             node.end_lineno, node.col_offset, node.end_col_offset = begin, _NO_COLUMN, _NO_COLUMN
 

@@ -61,11 +61,11 @@ def register() -> None:
     _LIBRARIES.extend([aten, everything])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a CUDA build every kernel stands in for another
-        for name, kernel in _dense_kernels().items():
+        whole = _whole_operators()
+        for name, kernel in (_dense_kernels() | whole).items():  # PyTorch 2.11 takes one of a name
             aten.impl(name, kernel, "CUDA")
-        for name, kernel in _whole_operators().items():
+        for name, kernel in whole.items():
             aten.impl(name, kernel, "AutogradCUDA")
-            aten.impl(name, kernel, "CUDA")
         on_demand = cache(_kernel)  # of operators that other packages register
         everything.fallback(lambda overload, *args, **kwargs: on_demand(overload)(*args, **kwargs), "CUDA")
         # on a CUDA build other layouts have native kernels, which must never be reached
