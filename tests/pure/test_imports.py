@@ -191,7 +191,7 @@ LINES = {
     "fixes": 5285,
     "explain": 2521,
     "report": 3300,
-    "runtime": 7274,
+    "runtime": 7342,
     "cli": 3882,
     "fix": 1543,
 }

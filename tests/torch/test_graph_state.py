@@ -82,6 +82,33 @@ def test_what_the_loop_changes_takes_effect(program) -> None:
     assert kept.graphed.replays >= 8
 
 
+def decoded(wrap: Callable[[Any], Any], is_shared: bool) -> list[Any]:
+    """Six times a cache is made anew, and six calls write to it. What they returned, and the caches at the end."""
+    holder, caches, views, found = SimpleNamespace(cache=None), [], [], []
+
+    def decode(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        holder.cache[place] = x
+        return holder.cache.cumsum(0) * x
+
+    step = wrap(decode)
+    for sample in range(6):
+        holder.cache = torch.full((8,), float(sample), device="cuda")
+        caches.append(holder.cache)
+        views += [holder.cache[2:4]] * is_shared
+        found += [
+            step(torch.tensor(place + 2.0, device="cuda"), torch.tensor([place], device="cuda")) for place in range(6)
+        ]
+    return [one.tolist() for one in (*found, *caches, *views)]
+
+
+@pytest.mark.parametrize(("is_shared", "graphs"), [(False, 1), (True, 6)])
+def test_caches_that_are_made_anew_share_a_graph_if_nobody_else_uses_their_memory(is_shared, graphs) -> None:
+    kept = Kept()
+    found, messages = warned(lambda: decoded(kept, is_shared))
+    assert (found, messages) == (decoded(lambda step: step, is_shared), [])
+    assert f"{graphs} captured" in kept.graphed.report()
+
+
 class SumsInNoOrder:
     """A kernel that adds up in another order at each call, eager or replayed: written out, as no kernel here does."""
 

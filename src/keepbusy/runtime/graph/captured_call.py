@@ -301,6 +301,8 @@ class CapturedCall:
         self.schedules: list[Callable[[], Any]] = []
         """Steps of learning rate schedules, which follow each replay."""
         self._alive = alive  # what the graph reads without owning it
+        self.read: list[Any] = []
+        """What the step's names stood for when it was captured, or stand for since."""
 
     def replay(self, tensors: list[Tensor], is_in_place: bool = False) -> Any:
         """`is_in_place`: gradients are known to stand where a replay leaves them."""

@@ -47,8 +47,9 @@ from keepbusy.runtime.graph.host_state import (
 from keepbusy.runtime.graph.learning_rates import LearningRates, warm_up
 from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
 from keepbusy.runtime.graph.named_values import NamedValues
-from keepbusy.runtime.graph.names_read import PLAIN, StepNames, constant
+from keepbusy.runtime.graph.names_read import PLAIN, StepNames, constant, is_a
 from keepbusy.runtime.graph.participants import Gradients, HeldGradient, HeldSchedules, Participants, may_be_held
+from keepbusy.runtime.graph.reachable import exchange_memory, is_alone
 from keepbusy.runtime.graph.replay_check import (
     COMPARED_FIRST,
     WrittenTensors,
@@ -134,6 +135,10 @@ class GraphKey:
         self._tensors = [*self._named.tensors(), *in_groups]
         self._remembered = modes, [*map(constant, self._tensors)], [*map(self._kept_settings, groups)]
         return kind
+
+    def named(self) -> list[Any]:
+        """What the step's names stand for, of which the end of `kind` tells."""
+        return self._named.found()
 
     def has_in_place(self, gradients: list[HeldGradient]) -> bool:
         """Whether each tensor had the gradient that it has after a replay."""
@@ -413,6 +418,8 @@ class StepGraphs:
                 raise Uncapturable("its weights, buffers or modules are others again and again; write to them in place")
         call = StepCall(given[0], given[1], self._changing)
         kind = (*call.kind, *self._key.kind())
+        if kind not in self._capturable and self._is_brought_back(kind):
+            kind = (*call.kind, *self._key.kind())
         self._recent = captured = self._captured.get(kind)
         if captured is not None:
             self._is_in_place = self._key.has_in_place(captured.gradients)
@@ -423,6 +430,27 @@ class StepGraphs:
             case True:
                 return self._with_schedules(lambda: self._capture(call, kind))
         return self._eager(call)
+
+    def _is_brought_back(self, kind: tuple[Any, ...]) -> bool:
+        """Where all that is new is that names stand for other tensors of the same shapes, as for caches that are made
+        anew, these take the memory that a graph reads, and the former ones theirs. Nobody else may use either."""
+        named = self._key.named()
+        for known, captured in self._captured.items():
+            first = len(kind) - len(named)
+            if len(known) != len(kind) or known[:first] != kind[:first]:
+                continue
+            pairs = [
+                (old, new)
+                for old, new, one, other in zip(captured.read, named, known[first:], kind[first:], strict=True)
+                if one != other
+            ]
+            if all(_may_exchange(old, new, named) for old, new in pairs):
+                for old, new in pairs:
+                    exchange_memory(old, new)
+                    self._written.stands_for(old, new)
+                captured.read = named
+                return True
+        return False
 
     def run_timed(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """The same, as long as it is open whether replays are worth while."""
@@ -547,7 +575,7 @@ class StepGraphs:
         if changes:  # this once the graph does what its capture did on the host
             self.finding = f"it {changes[0].why}"
         else:
-            captured.schedules = [*self._schedules.steps]
+            captured.schedules, captured.read = [*self._schedules.steps], self._key.named()
             self._captured[kind] = captured
         return captured.replay_filled(call.tensors)
 
@@ -583,6 +611,13 @@ class StepGraphs:
                 advice = "pad inputs to a few shapes" if "shape" in label else "keep it on the device, or constant"
                 return f"{label} would need another; {advice}"
         return "a new mix of their arguments was given"
+
+
+def _may_exchange(old: Any, new: Any, named: list[Any]) -> bool:
+    if not (is_a(old, Tensor) and is_a(new, Tensor)) or any(one is old for one in named):
+        return False
+    alike = (old.shape, old.dtype, old.device, old.layout) == (new.shape, new.dtype, new.device, new.layout)
+    return alike and old.is_contiguous() and new.is_contiguous() and is_alone(old) and is_alone(new)
 
 
 def graph(step: Callable[P, R]) -> Graphed[P, R]:

@@ -64,9 +64,13 @@ class NamedValues:
     def _has_sizes(self) -> bool:
         return [*map(len, self._dicts)] == self._sizes
 
+    def found(self) -> list[Any]:
+        """The objects of which `read` told."""
+        return [self._values[place] for place in self._ends]
+
     def tensors(self) -> list[Tensor]:
-        """Those among what `read` found, whose memory or values may change while they are the same objects."""
-        return [value for place in self._ends if is_a(value := self._values[place], Tensor)]
+        """Those among them, whose memory or values may change while they are the same objects."""
+        return [value for value in self.found() if is_a(value, Tensor)]
 
     def labels(self) -> list[str]:
         return [self._labels[place] for place in self._ends]

@@ -170,6 +170,28 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor of a device, and no other one shares its memory."""
+    can_tell = hasattr(torch._C, "_storage_Use_Count")  # which PyTorch has for graphs of its own
+    if not can_tell or type(tensor) is not Tensor or not tensor.is_cuda or not has_memory(tensor):
+        return False
+    is_plain = tensor.is_leaf and not tensor.requires_grad and not tensor.is_inference()
+    return is_plain and _users_of(tensor) == _users_of(torch.empty(1, device=tensor.device))
+
+
+def _users_of(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def exchange_memory(one: Tensor, other: Tensor) -> None:
+    """Each holds what it held, where the other one lay."""
+    with torch.no_grad():
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+        one.data, other.data = other.data, one.data
+
+
 def content_sum(storage: torch.UntypedStorage) -> Tensor:
     """A number that is another one when the memory holds something else. Each place weighs differently."""
     data = bytes_of(storage)

@@ -61,6 +61,11 @@ class WrittenTensors:
             if writes_to(tensor) != before[place] or (sums and sums[place] != after[place]):
                 self._written[id(tensor)] = tensor
 
+    def stands_for(self, other: Tensor, tensor: Tensor) -> None:
+        """The step finds this one where it found the other one."""
+        if self._written.pop(id(other), None) is not None:
+            self._written[id(tensor)] = tensor
+
     def leaves(self) -> list[Tensor]:
         """Those that gather gradients."""
         return self._participants.gathering()
