@@ -64,10 +64,6 @@ def remembers(model: Net, loss: Tensor) -> Any:
     seen.append(loss.detach())  # FLAW
 
 
-def keeps_a_buffer(model: Net, loss: Tensor) -> Any:
-    model.mean = model.mean * 0.9 + loss.detach()  # FLAW
-
-
 def counts_in_a_module(model: Net, loss: Tensor) -> Any:
     model.calls += 1  # FLAW
 
@@ -85,7 +81,6 @@ ON_THE_HOST: list[Flaw] = [
     draws_with_pytorch,
     counts,
     remembers,
-    keeps_a_buffer,
     counts_in_a_module,
 ]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from graph_loops import Net, batches, net
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 Change = Callable[[Tensor], Tensor]
@@ -221,11 +221,82 @@ def counter_that_begins_later(model: Net) -> Change:
 
 IN_PLACE: list[Program] = [average_in_place, average_in_a_list, queue_in_a_buffer, counter_that_begins_later]
 """State on the device that a replay renews."""
-VISIBLE: list[Program] = [
+
+
+class NormedLayer(nn.Linear):
+    """It binds its weight before each forward pass, and a loss of its own in it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.direction, self.length = nn.Parameter(self.weight.detach().clone()), nn.Parameter(torch.ones(4, 1))
+        del self.weight
+        self.weight, self.own_loss = self.direction.data, torch.zeros(())
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = self.length * self.direction / self.direction.norm(dim=1, keepdim=True)
+        self.calls = self.calls + 1
+        self.own_loss = self.weight.square().mean() / self.calls
+        return super().forward(x)
+
+
+def layer_that_is_normed(model: Net) -> Change:
+    layer, x = NormedLayer().cuda(), torch.ones(2, 4, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def change(loss: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        own = layer(x).square().mean() + layer.own_loss
+        own.backward()
+        optimizer.step()
+        return loss + own.detach() + layer.own_loss.detach()
+
+    return change
+
+
+def norm_by_a_hook(model: Net) -> Change:
+    layer, x = nn.utils.spectral_norm(nn.Linear(4, 4)).cuda(), torch.ones(2, 4, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def change(loss: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        own = layer(x).square().mean()
+        own.backward(retain_graph=True)
+        optimizer.step()
+        return loss + own.detach()
+
+    return change
+
+
+def codes_that_follow_their_data(model: Net) -> Change:
+    """As codebooks do that are weights of a module, and are bound anew at each call."""
+    book = nn.Module()
+    book.register_buffer("sizes", torch.ones(4, device="cuda"))
+    book.codes = nn.Parameter(torch.eye(4, 8, device="cuda"))
+
+    def change(loss: Tensor) -> Tensor:
+        nearest = torch.cdist(model.first.weight.detach(), book.codes.detach()).argmin(1)
+        chosen = nn.functional.one_hot(nearest, 4).float()
+        book.sizes = book.sizes * 0.9 + 0.1 * chosen.sum(0)
+        book.codes = nn.Parameter(book.codes * 0.9 + 0.1 * chosen.T @ model.first.weight / book.sizes[:, None])
+        return loss + book.codes.detach().square().sum()
+
+    return change
+
+
+BOUND_ANEW: list[Program] = [
     average_bound_anew,
     average_in_a_dict,
     average_in_a_list_of_an_object,
     storage_that_is_set,
+    layer_that_is_normed,
+    norm_by_a_hook,
+    codes_that_follow_their_data,
+]
+"""What the step binds to new tensors at each call."""
+
+
+VISIBLE: list[Program] = [
     random_state_of_numpy,
     generator_of_numpy,
     method_of_a_generator,

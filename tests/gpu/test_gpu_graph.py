@@ -22,7 +22,7 @@ from graph_loops import (
     schedules_in_the_step,
     whole,
 )
-from graph_state import BY_THE_LOOP, HIDDEN, IN_PLACE, VISIBLE, losses_in_loop, losses_with
+from graph_state import BOUND_ANEW, BY_THE_LOOP, HIDDEN, IN_PLACE, VISIBLE, losses_in_loop, losses_with
 
 from keepbusy.runtime.graph.graphed_step import graph
 
@@ -75,6 +75,13 @@ def test_state_on_the_device_is_renewed_once_a_call(program) -> None:
     kept = Kept()
     assert losses_with(program, kept, 60) == losses_with(program, lambda step: step, 60)
     assert kept.graphed.replays == 57
+
+
+@pytest.mark.parametrize("program", BOUND_ANEW, ids=lambda program: program.__name__)
+def test_what_a_step_binds_anew_is_bound_by_each_replay(program) -> None:
+    kept = Kept()
+    assert losses_with(program, kept, 60) == losses_with(program, lambda step: step, 60)
+    assert kept.graphed.replays > 50
 
 
 @pytest.mark.parametrize("program", BY_THE_LOOP, ids=lambda program: program.__name__)

@@ -191,7 +191,7 @@ LINES = {
     "fixes": 5285,
     "explain": 2521,
     "report": 3300,
-    "runtime": 7342,
+    "runtime": 7525,
     "cli": 3882,
     "fix": 1543,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from graph_loops import Kept, batches, net, whole
 from graph_state import (
+    BOUND_ANEW,
     BY_THE_LOOP,
     HIDDEN,
     IN_PLACE,
@@ -72,6 +73,48 @@ def test_numbers_that_the_host_draws_are_not_taken_for_sums_in_another_order() -
     _, messages = warned(lambda: losses_with(random_numbers_of_the_system, kept, 7))
     assert "a replay and an eager call from the same state differ in result 0" in messages[0]
     assert kept.graphed.report().startswith("train: 0 replayed, 1 captured, 6 eager; ")
+
+
+@pytest.mark.parametrize("program", BOUND_ANEW, ids=lambda program: program.__name__)
+def test_what_a_step_binds_anew_is_bound_by_each_replay(program) -> None:
+    kept = Kept()
+    found, messages = warned(lambda: losses_with(program, kept, 12))
+    assert (found, messages) == (losses_with(program, lambda step: step, 12), [])
+    assert kept.graphed.replays >= 7
+
+
+def averaged(wrap: Callable[[Any], Any]) -> tuple[list[Any], SimpleNamespace]:
+    """The averages as the loop finds them after each call: some are kept, one is written to, one is another tensor."""
+    holder, found = SimpleNamespace(average=torch.zeros(4, device="cuda")), []
+
+    def train(x: torch.Tensor) -> None:
+        holder.average = holder.average * 0.5 + x
+
+    step = wrap(train)
+    for turn in range(16):
+        step(torch.full((4,), float(turn), device="cuda"))
+        found.append(holder.average)
+        if turn == 9:
+            holder.average.data.zero_()
+        if turn == 12:
+            holder.average = torch.ones(4, device="cuda")
+    return [one.tolist() for one in found], holder
+
+
+def test_what_is_bound_anew_is_the_programs_own() -> None:
+    kept = Kept()
+    (found, _), messages = warned(lambda: averaged(kept))
+    assert (found, messages) == (averaged(lambda step: step)[0], [])
+    assert kept.graphed.replays > 8
+
+
+def test_another_shape_of_what_is_bound_anew_ends_the_replays() -> None:
+    kept = Kept()
+    _, holder = averaged(kept)
+    holder.average = torch.ones(1, device="cuda")
+    _, (message,) = warned(lambda: kept.graphed(torch.ones(4, device="cuda")))
+    assert message == "keepbusy.graph runs train eagerly: what it binds anew has another shape now"
+    assert holder.average.tolist() == [1.5] * 4
 
 
 @pytest.mark.parametrize("program", BY_THE_LOOP, ids=lambda program: program.__name__)

@@ -13,7 +13,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from traceback import walk_tb
 from types import CodeType
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from keepbusy.runtime.graph.host_state import rollback_to_now
+from keepbusy.runtime.graph.host_state import BoundAnew, rollback_to_now
 from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave
 from keepbusy.runtime.graph.user_lines import code_of, line_of
@@ -195,6 +195,11 @@ class EagerStream:
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self.step, self.stream = step, torch.cuda.Stream()
+        self.bound: BoundAnew | None = None
+
+    def kept_in_place(self) -> AbstractContextManager[None]:
+        """Around each call: what it binds anew is kept where a graph has it."""
+        return nullcontext() if self.bound is None else self.bound.kept_in_place()
 
     def run(self, call: StepCall) -> Any:
         current = torch.cuda.current_stream()
@@ -211,7 +216,10 @@ class EagerStream:
         thread = get_ident()
         _RUNNING.add(thread)
         try:
-            return call.run(self.step, tensors)
+            returned = call.run(self.step, tensors)
+            if self.bound is not None:
+                self.bound.settle()
+            return returned
         finally:
             _RUNNING.discard(thread)
 

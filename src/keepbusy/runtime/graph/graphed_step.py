@@ -38,9 +38,11 @@ from keepbusy.runtime.graph.captured_call import (
     renew_gradient_nodes,
 )
 from keepbusy.runtime.graph.host_state import (
+    BoundAnew,
     HostChange,
     HostState,
     StateKey,
+    bound_anew,
     changes_between,
     settings,
 )
@@ -66,6 +68,7 @@ GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
 UNSTEADY_CALLS = 4
 """So many calls of a kind may change something on the host that none before them changed."""
+BOUND_TO_OTHERS = "what it binds anew has another shape now"
 BACKWARD_LATER = "its backward pass comes later, where a replay has no part; call backward inside the step"
 
 
@@ -259,6 +262,13 @@ class Rehearsal:
 
     def run(self, call: StepCall) -> Any:
         """One eager call."""
+        if self._eager.bound is not None and not self._eager.bound.fits():
+            self.finding, self._eager.bound = BOUND_TO_OTHERS, None
+            return detached(self._eager.run(call))
+        with self._eager.kept_in_place():
+            return self._run(call)
+
+    def _run(self, call: StepCall) -> Any:
         self._numbers = [*self._numbers[-2:], call.numbers()]
         if not self._calls:
             return self._find_line(call) if self._changes else detached(self._eager.run(call))
@@ -309,7 +319,12 @@ class Rehearsal:
             returned = self._result(self.worth.time_eager(lambda: self._eager.run(call)), gradients)
         # before the loop clears what the step has left
         self._trained = [gradient.leaf for gradient in gradients.held()]
-        self._changes = changes_between(before, self.host.read())
+        after = self.host.read()
+        self._changes = changes_between(before, after)
+        places = bound_anew(self.host, before, after) if self._changes and self._eager.bound is None else []
+        if places and not gradients.may_go_back([one.read() for one in places if not one.is_made_by_a_hook()]):
+            self._eager.bound, self._changes = BoundAnew(places), []
+            self._calls.append(self._second_call)  # which shows whether that was all
         kind, first = self._returned
         second = constants_of(returned)
         if kind == call.kind and first != second:
@@ -402,6 +417,15 @@ class StepGraphs:
 
     def run(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Raises Uncapturable, with nothing done, if no call of the step can be captured."""
+        bound = self._eager_stream.bound
+        if bound is None:
+            return self._run(given)
+        if not bound.fits():
+            raise Uncapturable(BOUND_TO_OTHERS)
+        with bound.kept_in_place():
+            return self._run(given)
+
+    def _run(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         current = torch.accelerator.current_stream()
         if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
             current.wait_stream(self._stream)

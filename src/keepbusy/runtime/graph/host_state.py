@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +37,7 @@ class HostState:
     """Reads everything that a step may change there."""
 
     def __init__(self, participants: Participants, names: StepNames) -> None:
-        self._participants, self._names = participants, names
+        self._participants, self.names = participants, names
 
     def read(self) -> dict[StateKey, Any]:
         return {key: read() for key, read in self._readers()}
@@ -47,13 +49,13 @@ class HostState:
     def reached(self) -> list[tuple[str, Any]]:
         """Every object that the step may find, and what a person calls it."""
         found = self._participants
-        named = [(name.label, name.read()) for name in self._names.reads]
+        named = [(name.label, name.read()) for name in self.names.reads]
         others = (*found.modules, *found.optimizers, *found.schedulers, *found.scalers)
         return reach(named, [(type(one).__name__, one) for one in others])
 
     def _readers(self) -> Iterator[tuple[StateKey, Callable[[], Any]]]:
         yield ("the random numbers of the host", 0), random_state
-        for place, name in enumerate(self._names.reads):
+        for place, name in enumerate(self.names.reads):
             yield (f"`{name.label}`", place), partial(_binding, name)
         counters: set[int] = set()
         for optimizer in self._participants.optimizers:
@@ -88,13 +90,157 @@ def changes_between(before: dict[StateKey, Any], after: dict[StateKey, Any]) -> 
     ]
 
 
+class _Place(NamedTuple):
+    """Where the program keeps a tensor that each call binds anew."""
+
+    holder: Any
+    name: Any
+    """Of a dict's or a list's entry, or of an attribute; None where the tensor stays and its memory is another one."""
+
+    def read(self) -> Any:
+        return self.holder.data if self.name is None else self._entries()[self.name]
+
+    def bind(self, tensor: Tensor) -> None:
+        if self.name is None:
+            self.holder.data = tensor
+        else:
+            self._entries()[self.name] = tensor
+
+    def is_made_by_a_hook(self) -> bool:
+        """As a weight that is normed: before each forward pass, so nobody goes back from it later."""
+        hooks = self.holder._forward_pre_hooks.values() if is_a(self.holder, torch.nn.Module) else ()
+        return any(getattr(hook, "name", None) == self.name for hook in hooks)
+
+    def _entries(self) -> Any:
+        if is_a(self.holder, dict, list):
+            return self.holder
+        held = vars(self.holder)
+        of_module = (held.get(kind) or {} for kind in ("_parameters", "_buffers"))
+        return next((one for one in of_module if self.name in one), held)
+
+
+class BoundAnew:
+    """What each call of a step binds to new tensors of the same shapes: an average, a weight that is normed, a loss
+    that a layer keeps. While a call runs these are the same ones at each, which it writes to in the end, and so does a
+    graph of it. After the call the program finds new ones, as it would without a graph."""
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._places = places
+        with torch.no_grad():
+            self.kept = [_like(place.read(), place.read().detach().clone()) for place in places]
+
+    def fits(self) -> bool:
+        """Whether what the program has there now could be kept."""
+        now = zip((place.read() for place in self._places), self.kept, strict=True)
+        return all(is_a(one, Tensor) and _are_alike(one, kept) for one, kept in now)
+
+    @contextmanager
+    def kept_in_place(self) -> Iterator[None]:
+        """While a call runs."""
+        _copy_all(self.kept, [place.read() for place in self._places])
+        self._bind(self.kept)
+        try:
+            yield
+        finally:
+            new = [_like(kept, torch.empty_like(kept)) for kept in self.kept]
+            _copy_all(new, self.kept)
+            self._bind(new)
+
+    def settle(self) -> None:
+        """What the step has bound goes to where it is kept."""
+        now = [place.read() for place in self._places]
+        bound = [pair for pair in zip(self.kept, now, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+        if bound:
+            _copy_all([kept for kept, _ in bound], [one for _, one in bound])
+            self._bind(self.kept)
+
+    def _bind(self, tensors: list[Tensor]) -> None:
+        for place, tensor in zip(self._places, tensors, strict=True):
+            place.bind(tensor)
+
+
+def _like(one: Tensor, made: Tensor) -> Tensor:
+    return torch.nn.Parameter(made, one.requires_grad) if is_a(one, torch.nn.Parameter) else made
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(targets, [source.detach() for source in sources])
+
+
+def bound_anew(host: HostState, before: dict[StateKey, Any], after: dict[StateKey, Any]) -> list[_Place]:
+    """All that has changed between the two, if that is nothing but names that stand for new tensors of the device, of
+    the same shapes; else nothing."""
+    objects = {(label, id(value)): value for label, value in host.reached()}
+    names = {(f"`{name.label}`", place): name for place, name in enumerate(host.names.reads)}
+    found: dict[Any, _Place] = {}
+    for key, old in before.items():
+        new = after.get(key, old)
+        if old == new:
+            continue
+        if key in names:
+            places = [(_place_of(names[key]), old)]
+        elif key in objects and old.parts.keys() == new.parts.keys():
+            places = [
+                (_part_of(objects[key], name), part) for name, part in old.parts.items() if part != new.parts[name]
+            ]
+            places += [(_Place(objects[key], None), old.own)] if old.own != new.own else []
+        else:
+            return []
+        if not all(place is not None and _may_be_kept(place, one) for place, one in places):
+            return []
+        found |= {(id(place.holder), place.name): place for place, _ in places if place is not None}
+    return [*found.values()]
+
+
+def _place_of(name: NameRead) -> _Place | None:
+    """Where a name that the step reads is kept."""
+    read = name.read
+    if not isinstance(read, partial):
+        return None
+    holder = read.args[0] if read.func is getattr else getattr(read.func, "__self__", None)
+    return _Place(holder, read.args[1 if read.func is getattr else 0]) if holder is not None else None
+
+
+def _part_of(holder: Any, suffix: str) -> _Place | None:
+    if is_a(holder, dict):
+        return next((_Place(holder, key) for key in holder if suffix == f"[{key!r}]"), None)
+    if is_a(holder, list):
+        return _Place(holder, int(suffix.strip("[]")))
+    return _Place(holder, suffix.removeprefix("."))
+
+
+def _may_be_kept(place: _Place, before: Any) -> bool:
+    """Whether it was a tensor of the device, and is one of that shape again."""
+    try:
+        now = place.read()
+    except (KeyError, TypeError, AttributeError):  # a class has it, or a slot
+        return False
+    if (
+        type(now) not in (Tensor, torch.nn.Parameter)
+        or not now.is_cuda
+        or not now.is_contiguous()
+        or now.is_inference()
+    ):
+        return False
+    if place.name is None:
+        return isinstance(before, TensorState) and TensorState(now).is_like(before)
+    return isinstance(before, SameObject) and is_a(before.held, Tensor) and _are_alike(now, before.held)
+
+
 def _why(label: str, before: Any, after: Any) -> str:
     if isinstance(before, ObjectState):
         old, new = before.parts, after.parts
         suffix = next((name for name in old.keys() | new.keys() if old.get(name) != new.get(name)), None)
         before, after = (before.own, after.own) if suffix is None else (old.get(suffix), new.get(suffix))
         label = f"`{label}{suffix or ''}`"
-    if is_a(before.held if isinstance(before, SameObject) else before, torch.Tensor, TensorState):
+    if isinstance(before, TensorState) and before.is_of_host:
+        return f"writes to {label} on the host, where a replay does nothing; keep it on the device"
+    if is_a(before.held if isinstance(before, SameObject) else before, Tensor, TensorState):
         return f"binds {label} to new memory, where a replay goes on with the old; write to it in place"
     return f"changes {label} on the host, where a replay does nothing; move that out of the step"
 
@@ -104,7 +250,7 @@ def _binding(name: NameRead) -> Any:
 
 
 def _is_of_host(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_cuda
+    return isinstance(value, Tensor) and not value.is_cuda
 
 
 def _all_settings(optimizer: Optimizer) -> list[Any]:
@@ -124,9 +270,9 @@ def _stages_of(scaler: torch.amp.GradScaler) -> list[str]:
 def settings(group: dict[str, Any]) -> tuple[Any, ...]:
     """A parameter group's hyperparameters."""
     return tuple(
-        constant(value) if isinstance(value, torch.Tensor) else value
+        constant(value) if isinstance(value, Tensor) else value
         for label, value in group.items()
-        if label != "params" and isinstance(value, (*PLAIN, tuple, torch.Tensor))
+        if label != "params" and isinstance(value, (*PLAIN, tuple, Tensor))
     )
 
 
@@ -161,7 +307,7 @@ def _rollback_of_optimizer(optimizer: Optimizer) -> Callable[[], None]:
             parameter,
             state,
             {
-                label: value.clone() if isinstance(value, torch.Tensor) and not value.is_cuda else value
+                label: value.clone() if isinstance(value, Tensor) and not value.is_cuda else value
                 for label, value in state.items()
             },
         )

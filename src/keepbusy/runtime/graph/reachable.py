@@ -209,8 +209,9 @@ class TensorState:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
+        self.is_of_host = tensor.device.type == "cpu"
         writes: Any = None
-        if tensor.device.type == "cpu":
+        if self.is_of_host:
             is_small = self._storage.nbytes() <= _MOST_BYTES
             writes = int(content_sum(self._storage)) if is_small else writes_to(tensor)
         self._place = (
@@ -225,6 +226,10 @@ class TensorState:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TensorState) and self._place == other._place
+
+    def is_like(self, other: TensorState) -> bool:
+        """Whether it would be the same, lay it elsewhere."""
+        return self._place[2:5] == other._place[2:5]
 
     __hash__ = None  # type: ignore[assignment]
 
