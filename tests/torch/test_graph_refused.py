@@ -304,3 +304,16 @@ def test_an_error_of_the_step_is_its_own() -> None:
     for _ in range(5):
         with pytest.raises(ValueError, match="not today"):
             step(torch.ones(1))
+
+
+def test_an_argument_that_is_bound_to_new_memory_is_refused() -> None:
+    def step(kept: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        kept.data = kept.data * 0.5 + x
+        return x.sum()
+
+    kept, graphed = torch.zeros(4, device="cuda"), graph(step)
+    with pytest.warns(UserWarning, match="it binds an argument to new memory"):
+        graphed(kept, torch.ones(4, device="cuda"))
+    for _ in range(5):
+        graphed(kept, torch.ones(4, device="cuda"))
+    assert kept.tolist() == [1.96875] * 4

@@ -211,7 +211,7 @@ class _File:
         self.functions = {node.name: node for node in functions if counts[node.name] == 1 and id(node) in top}
         """Those whose names tell which they are."""
         methods = [node for node in functions if counts[node.name] == 1 and id(node) not in top]
-        self.rebinding = {node.name for node in methods if any(map(_rebinds, ast.walk(node)))} - _OF_PYTORCH
+        self.counting = {node.name for node in methods if any(map(_counts, ast.walk(node)))} - _OF_PYTORCH
         """Names of methods that do on the host what no replay does."""
         stored = [
             node for node in nodes if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
@@ -332,7 +332,7 @@ class _Function:
         """Whether a graph of it, wherever it stands, would not do what it does."""
         return (
             statement.has(self._growing)
-            or any(name in self.file.rebinding for name in statement.called)
+            or any(name in self.file.counting for name in statement.called)
             or (self.file.cycles_momentum and statement.called == {"step"})
             or self._counts_in(statement)
         )
@@ -740,11 +740,9 @@ def _growing_in(loop: ast.For | ast.While) -> Iterator[int]:
                     yield part.lineno
 
 
-def _rebinds(part: ast.AST) -> bool:
-    """`weight.data = ...`, where a replay goes on with the old memory; `self.steps += 1`."""
+def _counts(part: ast.AST) -> bool:
+    """`self.steps += 1`."""
     match part:
-        case ast.Assign(targets=[ast.Attribute(attr="data")]):
-            return True
         case ast.AugAssign(target=ast.Attribute(value=ast.Name(id="self")), value=ast.Constant()):
             return True
     return False

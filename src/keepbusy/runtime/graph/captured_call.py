@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from keepbusy.runtime.graph.host_state import BoundAnew, rollback_to_now
 from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave
+from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.graph.user_lines import code_of, line_of
 from keepbusy.runtime.host_constants import CapturedConstants
 from keepbusy.runtime.tensor_kinds import flatten_result, same_kinds
@@ -67,6 +68,10 @@ class StepCall:
         """Whether the step has put something into a list or a dict among its arguments, or taken it out."""
         leaves, spec = tree_flatten(self.given)
         return spec != self.spec or any(map(operator.is_not, leaves, self.leaves))
+
+    def places(self) -> list[int]:
+        """Where the tensors among its arguments lie."""
+        return [tensor.data_ptr() if has_memory(tensor) else id(tensor) for tensor in self.tensors]
 
     def numbers(self) -> dict[int, float]:
         """Those among the arguments, which a graph keeps as they are, by their places among the leaves."""

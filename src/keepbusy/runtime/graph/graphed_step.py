@@ -280,6 +280,7 @@ class Rehearsal:
         return returned
 
     def _first_call(self, call: StepCall) -> Any:
+        places = call.places()
         with self.participants.watching() as gradients:
             returned = self._eager.run(call)
         self._returned = (call.kind, constants_of(returned))
@@ -293,6 +294,10 @@ class Rehearsal:
             self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
         elif call.changed():
             self.finding = "it changes a list or a dict among its arguments, where a replay does nothing"
+        elif call.places() != places:
+            self.finding = (
+                "it binds an argument to new memory, where a replay goes on with the old; write to it in place"
+            )
         return returned if self.finding else self._result(returned, gradients)
 
     def _result(self, returned: Any, gradients: Gradients) -> Any:

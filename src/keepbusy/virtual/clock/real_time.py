@@ -24,6 +24,7 @@ from types import CodeType, FrameType
 
 from keepbusy.program.lines import (
     LIBRARY,
+    OURS,
     PROGRAM_CODE,
     PYTHON,
     USER,
@@ -249,7 +250,12 @@ NOTE = "The program's own clocks (time, timeit) showed the time of this report; 
 _STANDSTILL = 1_000_000_000
 """Nanoseconds for which a clock may stand still that a program looks at. Then it goes with the real one: a program
 that polls until a deadline would never get there on a modelled clock."""
-_TIMERS = (f"{sysconfig.get_path('stdlib')}/timeit.py", "/torch/utils/benchmark/", "/keepbusy/fix/")
+_TIMERS = (
+    f"{sysconfig.get_path('stdlib')}/timeit.py",
+    "/torch/utils/benchmark/",
+    "/keepbusy/fix/",
+    "/keepbusy/runtime/",
+)
 """Modules of Python, PyTorch and ours that time things on the program's behalf."""
 
 
@@ -284,9 +290,10 @@ class ScriptClocks:
         in_seconds = not native.__name__.endswith("_ns")
 
         def clock() -> int | float:
-            if not self.follow(sys._getframe(1).f_code):
+            code = sys._getframe(1).f_code
+            if not self.follow(code):
                 return native()
-            self.readings += 1
+            self.readings += not code.co_filename.startswith(OURS)
             moment = base + self.read()
             return moment / 1e9 if in_seconds else moment
 
