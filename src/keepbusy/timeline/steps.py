@@ -283,10 +283,10 @@ def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = Fals
     that take far longer than others, as where something is saved now and then, there is the share that they have.
     `apart`: and none of them where they are rare."""
     usual, long, _ = _by_length(timeline)
-    if apart and _are_rare(usual, long):
+    wanted = _wanted(timeline, most_rows)
+    if apart and _are_rare(usual, long, wanted):
         long = long[:0]
     count = len(usual) + len(long)
-    wanted = max(8, most_rows * count // max(1, len(timeline)))
     if count > wanted:
         of_long = max(1, round(wanted * len(long) / count)) if len(long) else 0
         of_usual = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted) if of_long else wanted
@@ -300,30 +300,43 @@ def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = Fals
 def rare_steps(timeline: Timeline, most_rows: int = SAMPLED_ROWS) -> tuple[Timeline, int] | None:
     """Some of those that take far longer than others and are rare, and how many there are; None if there are none, or
     if they take next to nothing of the time."""
-    usual, long, take = _by_length(timeline)
-    if not _are_rare(usual, long) or take < NOISE_OF_A_SCRIPT:
+    usual, long, lengths = _by_length(timeline)
+    take, first = lengths[long].sum() / max(1, lengths.sum()), long.min(initial=len(lengths))
+    others = long[long != first]
+    if len(others) and lengths[first] > _FIRST_TIME * lengths[others].max():
+        long = others
+    if not _are_rare(usual, long, _wanted(timeline, most_rows)) or take < NOISE_OF_A_SCRIPT:
         return None
     rows = np.isin(_step_of_rows(timeline), long).sum()  # an evaluation may launch as much as a hundred steps
     wanted = max(_FEWEST_RARE, most_rows * len(long) // max(1, rows))
     return _of_steps(timeline, np.sort(_evenly(long, min(len(long), wanted)))), len(long)
 
 
-def _are_rare(usual: Ints, long: Ints) -> bool:
-    return 1 < len(long) < _RARE * len(usual)
+def _wanted(timeline: Timeline, most_rows: int) -> int:
+    """How many steps are replayed, of those that there are."""
+    return max(8, most_rows * len(timeline.marks_of(timeline.ranks[0])) // max(1, len(timeline)))
 
 
-def _by_length(timeline: Timeline) -> tuple[Ints, Ints, float]:
-    """Usual steps, those that take far longer, and their share of the time; by the length of each on the rank where it
-    takes longest: one that is ahead waits later."""
+def _are_rare(usual: Ints, long: Ints, wanted: int) -> bool:
+    """Also where so few would be replayed that they could not stand for the others."""
+    count = len(usual) + len(long)
+    are_few = count > wanted and wanted * len(long) < _FEWEST_RARE * count
+    return len(long) > 1 and (len(long) < _RARE * len(usual) or are_few)
+
+
+def _by_length(timeline: Timeline) -> tuple[Ints, Ints, Ints]:
+    """Usual steps, those that take far longer, and how long each takes: on the rank where it takes longest, for one
+    that is ahead waits later."""
     of_ranks = list[Ints]()
     for rank in timeline.ranks:
         marks = timeline.marks_of(rank)
         main = timeline.rows_of(timeline.spans.lane[marks[0]])
-        of_ranks.append(np.diff(np.append(timeline.spans.start[marks], timeline.spans.end[main].max())))
+        lasts = main[np.append(np.searchsorted(main, marks[1:]), len(main)) - 1]  # others may be left out between steps
+        of_ranks.append(timeline.spans.end[lasts] - timeline.spans.start[marks])
     lengths = np.max([of_rank for of_rank in of_ranks if len(of_rank) == len(of_ranks[0])], axis=0)
     order = np.argsort(lengths, kind="stable")
     usual, long = np.split(order, [int((lengths <= _FAR_LONGER * np.median(lengths)).sum())])
-    return usual, long, float(lengths[long].sum() / max(1, lengths.sum()))
+    return usual, long, lengths
 
 
 def _of_steps(timeline: Timeline, chosen: Ints) -> Timeline:
@@ -339,6 +352,8 @@ _MOST_FOR_LONG = 4
 _RARE = 0.05
 """Of the others: fewer steps that take far longer are explained by themselves."""
 _FEWEST_RARE = 4
+_FIRST_TIME = 1.5
+"""Times all others: the first of them that takes so long shows what it takes to do that for the first time."""
 
 
 def _evenly(steps: Ints, count: int) -> Ints:
