@@ -135,7 +135,20 @@ def warm() -> WarmPython:
     """That of this process of tests."""
     python = WarmPython()
     atexit.register(python.end)
+    caches = Path(os.environ["XDG_CACHE_HOME"])
+    with (caches / "trying-out").open("w") as turn:  # virtual GPUs are tried out once for all processes of tests
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        python.keepbusy("run", "--quiet", "-c", "", cwd=caches)
     return python
+
+
+def caching_in(folder: Path) -> dict[str, str]:
+    """An environment in which the last run is kept in this folder, and that virtual GPUs work is known already."""
+    caches = folder / "keepbusy"
+    caches.mkdir(exist_ok=True)
+    for verdict in Path(os.environ["XDG_CACHE_HOME"], "keepbusy").glob("virtual-*.json"):
+        shutil.copy(verdict, caches)
+    return {**os.environ, "XDG_CACHE_HOME": str(folder)}
 
 
 def _serve() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ THERE = bool(torch.version.cuda) and torch.cuda.is_available()  # before other t
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.filterwarnings("default"))  # PyTorch's own warnings are not ours to fix
             if not THERE:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))

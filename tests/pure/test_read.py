@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from dataclasses import fields
@@ -174,6 +175,7 @@ def test_whole_microseconds_are_times_too(read: Read) -> None:
 # Layouts
 
 
+@functools.cache
 def layouts() -> dict[str, bytes]:
     text = small("tokens")
     said = json.loads(text)
@@ -194,7 +196,13 @@ def layouts() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("block", [64, 1000, 1 << 20])
-@pytest.mark.parametrize("layout", layouts())
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("minified", "one line", "indented", "windows", "sorted", "events first", "unescaped", "marked", "nested"),
+        *("gzip", "gzip in two"),
+    ],
+)
 def test_every_layout_reads_the_same(read: Read, monkeypatch: pytest.MonkeyPatch, layout: str, block: int) -> None:
     monkeypatch.setattr(json_events, "BLOCK_SIZE", block)
     assert_same(read(small("tokens")), read(layouts()[layout]))

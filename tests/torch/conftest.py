@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(here):
             item.add_marker(pytest.mark.filterwarnings("default"))  # PyTorch's own warnings are not ours to fix
 
 

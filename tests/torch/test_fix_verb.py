@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from warm_python import warm
+from warm_python import caching_in, warm
 
 pytest.importorskip("libcst")
 
@@ -19,7 +19,7 @@ def main():
     model = torch.nn.Linear(64, 64).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data, total = [torch.ones(4096, 64) for _ in range(3)], 0.0  # small ones are not worth it where the GPU is idle
-    for step in range(60):
+    for step in range(20):
         loss = model(data[step % 3].to("cuda")).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -35,7 +35,7 @@ main()
 
 def keepbusy(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The last run is kept beside the program."""
-    return warm().keepbusy(*arguments, cwd=folder, env={**os.environ, "XDG_CACHE_HOME": str(folder)})
+    return warm().keepbusy(*arguments, cwd=folder, env=caching_in(folder))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ import torch
 def main():
     scale = torch.ones((), device="cuda", requires_grad=True)
     optimizer = torch.optim.SGD([scale], lr=0.1, fused=True)
-    data, total = torch.ones(1 << 20, device="cuda"), 0.0
+    data, total = torch.ones(1 << 19, device="cuda"), 0.0
     for step in range(20):
         noise = torch.randn(20_000)  # of the host
         loss = (data * scale).square().mean()
@@ -274,7 +274,7 @@ MANY_LAUNCHES = """\
 import torch
 
 torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(12)]).cuda()
+model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(6)]).cuda()
 optimizer = torch.optim.Adam(model.parameters())
 for step in range(20):
     x = torch.ones(8, 16, device="cuda")
@@ -361,7 +361,7 @@ def test_another_fix_is_named_where_it_stands_and_the_plan_s_as_advice(folder: P
 def test_a_program_that_computes_something_else_each_time_is_told_so(folder: Path) -> None:
     """As one that resumes where its last run ended."""
     resumed = "with open('runs', 'a') as runs:\n    runs.write('.')\n    count = float(runs.tell())\n"
-    source = resumed + BUSY.replace("torch.ones((),", "torch.tensor(count,").replace("1 << 20", "1 << 18")
+    source = resumed + BUSY.replace("torch.ones((),", "torch.tensor(count,").replace("1 << 19", "1 << 18")
     (folder / "train.py").write_text(source)
     done = keepbusy(folder, "fix", "--on", "l4", "--clock", "modelled", "train.py")
     said = "left out: this program does not compute the same twice (its weights differ from step 1 on)"
@@ -373,7 +373,7 @@ INFERENCE = """\
 import torch
 
 torch.manual_seed(0)
-model, batch = torch.nn.Linear(64, 64).cuda(), torch.randn(16384, 64, device="cuda")
+model, batch = torch.nn.Linear(64, 64).cuda(), torch.randn(8192, 64, device="cuda")
 total = 0.0
 with torch.no_grad():
     for step in range(20):

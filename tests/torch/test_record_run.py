@@ -74,7 +74,8 @@ def record(tmp_path: Path, warm_python: WarmPython):
         if stderr is None:
             return warm_python.keepbusy(*command, cwd=tmp_path, env=environment)
         return subprocess.run(
-            [sys.executable, "-m", "keepbusy", *command], cwd=tmp_path, text=True, timeout=PATIENCE, env=environment,
+            [warm_python.executable, "-m", "keepbusy", *command],
+            cwd=tmp_path, text=True, timeout=PATIENCE, env=environment,
             stderr=stderr,
         )  # fmt: skip
 
@@ -172,23 +173,29 @@ def test_the_programs_own_profiler_finds_its_modules(record) -> None:
 
 
 TALKS = """\
-import os
-numbers = 0
-while numbers < 100 or not os.path.exists("seen"):
+answers, numbers = open("answers"), 0
+while True:
     numbers += 1
     if numbers % 100 == 0:
         print(f"<{numbers}>", file=sys.stderr)
+        if answers.readline() == "seen\\n":
+            break
 """
 
 
 def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: Path, record) -> None:
-    """Seen by a terminal on paper, as large as the one that the program has. The program goes on until all is seen."""
+    """Seen by a terminal on paper, as large as the one that the program has.
+
+    The program goes on until all is seen, from one drawing to the next: else each look would be at more iterations.
+    """
     sys.path.insert(1, str(HERE.parent / "pure"))
     from screens import PaperScreen
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
     screen = PaperScreen(100, 20)
+    os.mkfifo(tmp_path / "answers")
+    answers = os.open(tmp_path / "answers", os.O_RDWR | os.O_NONBLOCK)
 
     def watch() -> None:
         written, has_iteration, has_tree = b"", False, False
@@ -198,8 +205,8 @@ def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: P
                 screen.write(each.decode() + "\x1b8")
                 has_iteration |= screen.lines[-1].startswith("keepbusy · ") and "per iteration" in screen.lines[-1]
                 has_tree |= any(" so far" in line for line in screen.lines)
-            if has_iteration and has_tree:
-                (tmp_path / "seen").touch()
+            if drawn:
+                os.write(answers, b"seen\n" if has_iteration and has_tree else b"go on\n")
         screen.write(written.decode())
 
     watching = threading.Thread(target=watch)
@@ -208,6 +215,7 @@ def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: P
     record("import sys\n" + TALKS, "--live", stderr=theirs, also=soon + LOOKS_ASIDE)
     os.close(theirs)
     watching.join()
+    os.close(answers)
     said = [line for line in (*screen.scrolled, *screen.lines) if line.startswith("<")]
     assert said == [f"<{100 * number}>" for number in range(1, len(said) + 1)]
     assert screen.lines[-1] == ""

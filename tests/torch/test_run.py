@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from warm_python import SOURCES, WarmPython
+from warm_python import SOURCES, WarmPython, caching_in
 
 LOOP = """\
 import sys
@@ -319,7 +319,7 @@ def test_a_device_counts_as_initialized_once_the_program_uses_one(run, clock: st
 
 
 def test_a_run_that_used_no_gpu_leaves_no_older_one_to_explain(warm_python: WarmPython, tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(SOURCES), "XDG_CACHE_HOME": str(tmp_path)}
+    env = {**caching_in(tmp_path), "PYTHONPATH": str(SOURCES)}
     used = "import torch\ntorch.ones(8, device='cuda').sum().item()\n"
     for script, code in ((used, 0), ("print(1)\n", 2)):
         (tmp_path / "train.py").write_text(script)

@@ -68,6 +68,7 @@ print(sorted(globals()), double.__annotations__, One.__annotations__, dataclasse
 print(type(__builtins__), __loader__.name, __spec__, __package__, __file__, __main__.One is One)
 print(sys.argv, sys.orig_argv[1:], sys.path[0])
 '''
+LAST = "import os\nclass Last:\n    def __del__(self): os.write(1, b'gone\\n')\nlast = Last()\n"
 ODD = {
     "names": NAMES,
     "syntax": "x = (1,\nfor\n",
@@ -88,7 +89,7 @@ ODD = {
     "lines = logging.handlers.MemoryHandler(9, target=logging.StreamHandler())\n"
     "logging.getLogger().addHandler(lines)\nlogging.warning('kept until the end')\n"
     "atexit.register(logging.warning, 'last')\n",
-    "last words of objects": "import os\nclass Last:\n    def __del__(self): os.write(1, b'gone\\n')\nlast = Last()\n",
+    "last words of objects": LAST,
     "stdout deleted": "import sys\ndel sys.stdout\n",
     "no streams": "import sys\nsys.stdout = sys.stderr = None\n",
     "few descriptors": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (6, 6))\nprint(1)\n",
@@ -96,12 +97,12 @@ ODD = {
 }
 
 
-STARTS = ("names", "last words of logging", "last words of objects", "descriptors closed", "few descriptors")
+STARTS = ("names", "last words of logging", "last words of objects", "descriptors closed")
 """These are about what Python does at its start, or its end, too."""
 
 
-SELDOM = ("last words of logging", "descriptors closed")
-"""What the others and `CLOSING` check, too, with a Python of its own each."""
+SELDOM = STARTS
+"""What other tests check, too, with one Python of their own."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SWEEP) if name in SELDOM else name for name in ODD])
@@ -137,7 +138,7 @@ print({open(f"own{number}").read() for number in range(40)})
 def test_a_program_may_close_all_descriptors_while_it_is_at_work(options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CLOSING)
     plain = python(tmp_path, "train.py")
-    ours = python(tmp_path, "-m", "keepbusy", "run", "--quiet", "--save", "run.busy", *options, "train.py")
+    ours = run(tmp_path, "--quiet", "--save", "run.busy", *options, "train.py")
     assert ours.stdout.startswith(plain.stdout)
     assert (ours.returncode, said(ours)[1]) == (0, plain.stderr)
     assert (tmp_path / "run.busy").exists()
@@ -172,7 +173,12 @@ fails()
 
 
 @pytest.mark.parametrize(
-    ("source", "given"), [(("-c", TEXT), ""), (("-",), TEXT), pytest.param(("-c", "x = (1,\nfor\n"), "", marks=SWEEP)]
+    ("source", "given"),
+    [
+        (("-",), TEXT),
+        pytest.param(("-c", TEXT), "", marks=SWEEP),
+        pytest.param(("-c", "x = (1,\nfor\n"), "", marks=SWEEP),
+    ],
 )
 def test_a_program_that_is_no_file_runs_as_under_python(source: tuple[str, ...], given: str, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("ZERO = 0\n")
@@ -203,22 +209,20 @@ def test_where_a_program_has_to_be_a_file_that_is_said(command: tuple[str, ...],
     assert why in done.stderr
 
 
-def test_warnings_as_errors_find_none_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("print(1)\n")
-    plain, ours = both(tmp_path, "train.py", under=("-W", "error", "-X", "dev"))
+def test_warnings_as_errors_find_none_of_ours_and_names_and_last_words_are_as_under_python(tmp_path: Path) -> None:
+    own = NAMES.replace("orig_argv[1:]", "orig_argv[-4:]")  # before these stand Python's own options
+    (tmp_path / "train.py").write_text(own + LAST)
+    plain, ours = both(tmp_path, "train.py", "--epochs", "--", "2", under=("-W", "error", "-X", "dev"))
+    assert said(plain)[0].endswith("gone\n")
     assert said(ours) == said(plain)
-
-
-def test_what_pytorch_warns_of_is_said_of_the_programs_lines(tmp_path: Path) -> None:
-    warned = "import torch\nx = torch.ones(2)\nfor _ in range(2):\n    torch.tensor(x)\ntorch.tensor(x, device='cpu')\n"
-    (tmp_path / "train.py").write_text(warned)
-    plain = python(tmp_path, "train.py")
-    assert plain.stderr.count("it is recommended") == 2
-    assert run(tmp_path, *MODELLED, "train.py").stderr.splitlines()[:4] == plain.stderr.splitlines()
 
 
 FAILS = """\
 import torch
+x = torch.ones(2)
+for _ in range(2):
+    torch.tensor(x)
+torch.tensor(x, device="cpu")
 device = "cuda" if torch.cuda.is_available() else "cpu"
 layer, x = torch.nn.Linear(2, 2).to(device), torch.ones(3, 3, device=device)
 try:
@@ -239,10 +243,11 @@ def test_the_programs_own_import_of_pytorchs_compiler_succeeds(tmp_path: Path) -
     assert python(tmp_path, "-c", source).stdout == "torch._dynamo\n"
 
 
-def test_a_traceback_shows_no_frame_of_ours(tmp_path: Path) -> None:
+def test_a_traceback_shows_no_frame_of_ours_and_warnings_name_the_programs_lines(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS)
     plain, ours = both(tmp_path, "train.py")
     assert plain.stderr.count("RuntimeError") == 3
+    assert plain.stderr.count("it is recommended") == 2
     assert said(ours)[1:] == said(plain)[1:]
 
 
@@ -399,6 +404,7 @@ def test_the_report_bears_what_a_script_did_to_the_interpreter(tmp_path: Path) -
         WORK + "x.sum().item()\nimport builtins, sys\nsys.path.clear()\nsys.meta_path.clear()\n"
         "del sys.modules['__main__'], sys.modules['json'], sys.modules['keepbusy']\n"
         "sys.modules['rich'] = sys.modules['shlex'] = None\nbuiltins.open = builtins.sorted = None\n"
+        "sys.setrecursionlimit(60)\n"
     )
     ours = python(tmp_path, "-m", "keepbusy", "run", "--clock", "measured", "train.py")
     assert "The GPU is busy " in ours.stdout, ours.stderr
@@ -413,12 +419,6 @@ def test_all_threads_that_a_script_finds_are_its_own(tmp_path: Path) -> None:
     ours = run(tmp_path, "--clock", "measured", "train.py")
     assert ours.stdout.startswith("<_MainThread(MainThread, started "), ours.stdout
     assert ours.stdout.splitlines()[0].endswith(")> 1"), ours.stdout
-
-
-def test_the_report_has_the_depth_that_python_began_with(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORK + "x.sum().item()\nimport sys\nsys.setrecursionlimit(60)\n")
-    ours = python(tmp_path, "-m", "keepbusy", "run", *MODELLED, "train.py")
-    assert "The GPU is busy " in ours.stdout, ours.stderr
 
 
 def test_the_first_sigterm_ends_the_program_and_the_report_follows(tmp_path: Path) -> None:
