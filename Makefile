@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # a terminal sees what pip downloads and how far it is; elsewhere pip tells of errors only
 install = test -t 1 || export PIP_QUIET=2; $(1)/python -m pip --disable-pip-version-check install
-SHARED := -n 3 --dist loadfile --no-loadscope-reorder
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 SWEEPS = $(if $(ROOMS),sweep and ($(foreach room,$(ROOMS),sweep(room='$(room)') or) not sweep),sweep)
 TORCH := $(shell grep '^torch==' constraints.txt)
 CUDA_BUILDS := 2.13.0 2.11.0 2.9.1
@@ -38,8 +38,9 @@ demo-trace: $(READY)
 	@echo "  $(BIN)/keepbusy explain $(TRACES)/images.trace.json.gz --plain-step 31.3 --what-if blocking_copy"
 	@echo "  $(BIN)/keepbusy export $(TRACES)/images.trace.json.gz --to perfetto -o /tmp/run.json.gz"
 
-# in three processes for two cores, as some wait for what they started; each takes the next file, so that what its tests
-# share is made once; what is imported is compiled once, too, whatever the shell says
+# in two processes for two cores: each imports all tests and PyTorch, which takes half a minute of the processor, and
+# hardly waits for what it starts; each takes the next file, so that what its tests share is made once; what is imported
+# is compiled once, too, whatever the shell says
 test: $(READY)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) -m "not sweep"
 

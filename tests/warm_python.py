@@ -135,7 +135,7 @@ def warm() -> WarmPython:
     """That of this process of tests."""
     python = WarmPython()
     atexit.register(python.end)
-    caches = Path(os.environ["XDG_CACHE_HOME"])
+    caches = Path(os.environ["XDG_CACHE_HOME"])  # of `conftest.py`
     with (caches / "trying-out").open("w") as turn:  # virtual GPUs are tried out once for all processes of tests
         fcntl.flock(turn, fcntl.LOCK_EX)
         python.keepbusy("run", "--quiet", "-c", "", cwd=caches)

@@ -116,31 +116,36 @@ def test_a_view_looks_as_it_did(name: str, opened: Any) -> None:
     assert np.quantile(apart, 0.99) <= LOCALLY
 
 
-def test_letters_stand_out_from_what_they_stand_on(opened: Any) -> None:
+@pytest.fixture(scope="module")
+def colours(tabs: Any) -> dict[str, Callable[[tuple[str, ...]], list[str]]]:
+    """By scheme: the page's colours of these names."""
+    found = {}
+    for scheme in ("light", "dark"):
+        page = tabs.open(html(ITEM), scheme=scheme)
+        known = dict(zip(NAMED, page.evaluate(COLOURS, NAMED), strict=True))
+        found[scheme] = lambda names, known=known: [known[name] for name in names]
+    return found
+
+
+def test_letters_stand_out_from_what_they_stand_on(colours: Any) -> None:
     """WCAG AA: 4.5 to 1 for text, light and dark."""
     for scheme in ("light", "dark"):
-        page = opened(html(ITEM), scheme=scheme)
         for ink, paper in (
-            ("--ink", "--panel"),
-            ("--soft", "--panel"),
-            ("--soft", "--paper"),
-            ("--accent", "--panel"),
-            ("--gain", "--panel"),
-            ("--ink", "--band-odd"),
-            ("--panel", "--accent"),
+            ("ink", "panel"),
+            ("soft", "panel"),
+            ("soft", "paper"),
+            ("accent", "panel"),
+            ("gain", "panel"),
+            ("ink", "band-odd"),
+            ("panel", "accent"),
         ):
-            colours = page.evaluate(
-                "names => names.map(name => getComputedStyle(document.documentElement).getPropertyValue(name).trim())",
-                [ink, paper],
-            )
-            assert contrast(*colours) >= 4.5, (scheme, ink, paper)
+            assert contrast(*colours[scheme]((ink, paper))) >= 4.5, (scheme, ink, paper)
 
 
-def test_letters_on_colours_stand_out_as_well(opened: Any) -> None:
+def test_letters_on_colours_stand_out_as_well(colours: Any) -> None:
     """What is drawn on a canvas: each colour that bears letters, with the ink that is chosen for it."""
     for scheme in ("light", "dark"):
-        fills = opened(html(ITEM), scheme=scheme).evaluate(COLOURS, INKED)
-        for name, fill in zip(INKED, fills, strict=True):
+        for name, fill in zip(INKED, colours[scheme](INKED), strict=True):
             assert max(contrast(fill, "#101418"), contrast(fill, "#ffffff")) >= 4.5, (scheme, name)
 
 
@@ -148,6 +153,7 @@ COLOURS = "names => names.map(name => getComputedStyle(document.documentElement)
 SOLID = ("computing", "copying", "collective")
 HOST = ("work", "launch", "sync", "allocate")
 INKED = (*SOLID, *HOST, *(cause for cause in CAUSES))
+NAMED = (*INKED, "ink", "soft", "panel", "paper", "accent", "gain", "band-odd")
 BLIND = {
     "red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
@@ -160,11 +166,10 @@ APART = 12.0
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("blind", BLIND)
-def test_who_sees_two_colours_alone_tells_work_apart(blind: str, scheme: str, opened: Any) -> None:
+def test_who_sees_two_colours_alone_tells_work_apart(blind: str, scheme: str, colours: Any) -> None:
     """Gaps have hatches; what is solid is told by its colour alone."""
-    page = opened(html(ITEM), scheme=scheme)
     for group in (SOLID, HOST):
-        seen = [lab(np.array(BLIND[blind]) @ linear(colour)) for colour in page.evaluate(COLOURS, list(group))]
+        seen = [lab(np.array(BLIND[blind]) @ linear(colour)) for colour in colours[scheme](group)]
         for (one, first), (other, second) in combinations(zip(group, seen, strict=True), 2):
             assert np.linalg.norm(first - second) >= APART, (one, other)
 

@@ -23,9 +23,9 @@ from keepbusy.report.as_json import render
 from keepbusy.timeline.files import BadInput
 from keepbusy.traces import json_events, read
 
-EACH = 50
+EACH = 25
 """Mutations a test; there are `SEEDS` tests of each kind."""
-SEEDS = 7
+SEEDS = 14
 TOKENS = [
     b'"',
     b"\\",

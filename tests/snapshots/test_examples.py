@@ -19,10 +19,12 @@ BLAMED = {
     "ddp_late_rank": "validation_loss = loss_of(model.module, kept_apart)",
 }
 """Of each example with a fault the line it stands in; the others have none."""
+OF_RANKS = ("ddp_late_rank", "pipeline")
+SWEEPS = [pytest.mark.sweep(room="virtual"), pytest.mark.sweep(room="explain"), pytest.mark.sweep(room="report")]
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SWEEPS if name in OF_RANKS else ()) for name in NAMES])
 def test_the_report_of_an_example(name: str, warm_python: WarmPython) -> None:
     kept = EXAMPLES / f"{name}.out"
     command, _, expected = kept.read_text(encoding="utf-8").partition("\n")

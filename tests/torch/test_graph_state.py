@@ -32,6 +32,19 @@ from keepbusy.runtime.graph.participants import Participants  # noqa: E402
 from keepbusy.runtime.graph.replay_check import WrittenTensors, is_compared, replay_compared  # noqa: E402
 
 
+SWEEP = pytest.mark.sweep(room="runtime")
+SWEPT = {
+    *("average_in_a_dict", "random_state_of_numpy", "random_of_python", "counter_in_a_list"),
+    *("number_of_an_object", "number_of_a_module", "object_that_is_replaced"),
+}
+"""What the others hold in one place more: in a list of an object, deep in it, in a dict of it, in a closure."""
+
+
+def each(programs: list[Any]) -> Any:
+    given = [pytest.param(one, marks=SWEEP if one.__name__ in SWEPT else (), id=one.__name__) for one in programs]
+    return pytest.mark.parametrize("program", given)
+
+
 def warned(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -39,7 +52,7 @@ def warned(run: Callable[[], Any]) -> tuple[Any, list[str]]:
     return returned, [str(warning.message) for warning in caught if "keepbusy" in str(warning.message)]
 
 
-@pytest.mark.parametrize("program", VISIBLE, ids=lambda program: program.__name__)
+@each(VISIBLE)
 def test_a_step_that_keeps_state_on_the_host_is_named_and_stays_as_it_is(program) -> None:
     kept = Kept()
     found, messages = warned(lambda: losses_with(program, kept, 7))
@@ -49,7 +62,7 @@ def test_a_step_that_keeps_state_on_the_host_is_named_and_stays_as_it_is(program
     assert kept.graphed.report().startswith("train: 0 replayed, 0 captured, 7 eager; ")
 
 
-@pytest.mark.parametrize("program", HIDDEN, ids=lambda program: program.__name__)
+@each(HIDDEN)
 def test_a_replay_that_differs_from_an_eager_call_is_the_last(program) -> None:
     kept = Kept()
     found, messages = warned(lambda: losses_with(program, kept, 12))
@@ -58,7 +71,7 @@ def test_a_replay_that_differs_from_an_eager_call_is_the_last(program) -> None:
     assert "a replay and an eager call from the same state differ in result 0 by up to " in message
 
 
-@pytest.mark.parametrize("program", IN_PLACE, ids=lambda program: program.__name__)
+@each(IN_PLACE)
 def test_state_on_the_device_is_renewed_once_a_call(program) -> None:
     """Also where a replay is compared with an eager call: both begin with what there was."""
     kept = Kept()
@@ -75,7 +88,7 @@ def test_numbers_that_the_host_draws_are_not_taken_for_sums_in_another_order() -
     assert kept.graphed.report().startswith("train: 0 replayed, 1 captured, 6 eager; ")
 
 
-@pytest.mark.parametrize("program", BOUND_ANEW, ids=lambda program: program.__name__)
+@each(BOUND_ANEW)
 def test_what_a_step_binds_anew_is_bound_by_each_replay(program) -> None:
     kept = Kept()
     found, messages = warned(lambda: losses_with(program, kept, 12))
@@ -117,7 +130,7 @@ def test_another_shape_of_what_is_bound_anew_ends_the_replays() -> None:
     assert holder.average.tolist() == [1.5] * 4
 
 
-@pytest.mark.parametrize("program", BY_THE_LOOP, ids=lambda program: program.__name__)
+@each(BY_THE_LOOP)
 def test_what_the_loop_changes_takes_effect(program) -> None:
     kept = Kept()
     found, messages = warned(lambda: losses_in_loop(program, kept, 16))

@@ -19,9 +19,9 @@ Found = dict[str, Any]
 SWEEP = pytest.mark.sweep(room="runtime")
 QUICK = (
     *("packed", "packed layers", "states from before", "sequences", "dropout", "dropout of ranks that share layers"),
-    *("ResNet", "encoder", "scaler", "loader", "tied over blocks", "read by another", "unused", "kept whole", "errors"),
+    *("ResNet", "scaler", "loader", "tied over blocks", "read by another", "unused", "kept whole", "errors"),
 )
-SWEPT = ("GPT", "accumulate", "norms of the optimizer", "without an example", "transformers", "timm")
+SWEPT = ("GPT", "encoder", "accumulate", "norms of the optimizer", "without an example", "transformers", "timm")
 """In all layouts what the quick ones train in some, and what takes long."""
 
 
@@ -61,7 +61,6 @@ def assert_like_one_process(found: Found, layouts: int, tolerance: float = 1e-5)
     ("name", "layouts"),
     [
         ("ResNet", 4),
-        ("encoder", 5),
         ("tied over blocks", 1),
         ("read by another", 1),
     ],
@@ -71,8 +70,12 @@ def test_two_ranks_have_the_losses_of_one_process(two: Found, name: str, layouts
 
 
 @SWEEP
-@pytest.mark.parametrize(("name", "layouts"), [("without an example", 4), ("norms of the optimizer", 3)])
-def test_so_they_have_without_an_example_and_with_an_optimizer_of_norms(more: Found, name: str, layouts: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "layouts"), [("encoder", 5), ("without an example", 4), ("norms of the optimizer", 3)]
+)
+def test_so_they_have_as_an_encoder_without_an_example_and_with_an_optimizer_of_norms(
+    more: Found, name: str, layouts: int
+) -> None:
     assert_like_one_process(more[name], layouts)
 
 
@@ -103,7 +106,7 @@ def test_it_trains_in_each_layout_and_a_checkpoint_is_read_by_another(
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SWEEP)])
 def test_learning_rates_schedules_and_momenta_of_each_group_go_along(ranks: int, request: Any) -> None:
     found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["states from before"]
-    assert_like_one_process(found, {2: 5, 4: 4}[ranks])
+    assert_like_one_process(found, {2: 3, 4: 4}[ranks])
     assert found["shard=3"][-2:] == pytest.approx([0.25e-3, 0.75e-3])
 
 
@@ -131,7 +134,7 @@ def test_accumulation_defers_in_each_layout(more: Found) -> None:
 
 
 def test_a_scaler_skips_on_all_ranks_what_overflows_on_one(two: Found) -> None:
-    assert_like_one_process(two["scaler"], 5, 1e-3)  # bfloat16
+    assert_like_one_process(two["scaler"], 3, 1e-3)  # bfloat16
     assert {losses[-1] for losses in two["scaler"].values()} == {0.5}
 
 
@@ -234,6 +237,8 @@ def test_bad_arguments_are_told_also_alone(options: dict[str, Any], said: str) -
         keepbusy.spread(3)
 
 
+@SWEEP
+@pytest.mark.sweep(room="virtual")
 def test_the_page_runs_on_virtual_gpus(run: Run) -> None:
     page = (Path(__file__).parents[2] / "docs/how-to/spread.md").read_text(encoding="utf-8")
     program = page.split("```python\n")[1].split("```")[0]
