@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +54,21 @@ def item(opened: Any) -> Any:
     return opened(html(ITEM))
 
 
+@pytest.fixture(scope="module")
+def opened_once(tabs: Any) -> Any:
+    """In a tab of its own."""
+    return tabs.open(html(ITEM), device_scale_factor=1)
+
+
+@pytest.fixture
+def shared(opened_once: Any, tabs: Any) -> Iterator[Any]:
+    """For who leaves nothing selected or switched on: to open the page takes longer than they do."""
+    tabs.complaints.clear()
+    opened_once.evaluate("() => keepbusy.panel.viewport.all()")
+    yield opened_once
+    assert tabs.complaints == []
+
+
 def state(page: Any) -> dict[str, Any]:
     return page.evaluate(STATE)
 
@@ -62,12 +77,12 @@ def drawing(page: Any, number: int = 0) -> Any:
     return page.locator("#timeline .view canvas").nth(number)
 
 
-def test_it_begins_with_the_verdict(item: Any) -> None:
+def test_it_begins_with_the_verdict(shared: Any) -> None:
     said = verdict.summary(told(ITEM))
     [fix] = said.items
-    shown = item.locator("#headline").inner_text().split("\n\n")
+    shown = shared.locator("#headline").inner_text().split("\n\n")
     assert shown == [said.header, "18.0 → 13.2 ms per iteration", f"{fix.fix} at {fix.place}", said.statement]
-    assert item.title() == "item_every_step.busy · keepbusy"
+    assert shared.title() == "item_every_step.busy · keepbusy"
 
 
 @pytest.mark.parametrize("name", ["public/vae.stalled.busy", LATE, COPY])
@@ -92,21 +107,21 @@ def test_a_run_with_nothing_to_save_says_so_first(opened: Any) -> None:
     assert page.locator("#plan").count() == page.locator("#causes").count() == 0
 
 
-def test_the_ledger_sums_to_the_step(item: Any) -> None:
-    shares = item.locator("#ledger .bar .part").evaluate_all(
+def test_the_ledger_sums_to_the_step(shared: Any) -> None:
+    shares = shared.locator("#ledger .bar .part").evaluate_all(
         "parts => parts.map(part => parseFloat(part.style.flexBasis))"
     )
     assert sum(shares) == pytest.approx(100, abs=0.01)
 
 
-def test_a_fix_that_is_switched_on_shows_the_step_that_was_predicted(item: Any) -> None:
+def test_a_fix_that_is_switched_on_shows_the_step_that_was_predicted(shared: Any) -> None:
     fix = told(ITEM).plan[0]
-    item.locator("#plan .flip").first.click()
-    assert f"takes {fix.predicted.step / 1e6:.1f} ms" in item.locator("#plan .result").inner_text()
-    assert drawing(item, 1).is_visible()
-    assert item.evaluate("() => keepbusy.choice.then.step") == fix.predicted.step
-    item.locator("#plan .flip").first.click()
-    assert not drawing(item, 1).is_visible()
+    shared.locator("#plan .flip").first.click()
+    assert f"takes {fix.predicted.step / 1e6:.1f} ms" in shared.locator("#plan .result").inner_text()
+    assert drawing(shared, 1).is_visible()
+    assert shared.evaluate("() => keepbusy.choice.then.step") == fix.predicted.step
+    shared.locator("#plan .flip").first.click()
+    assert not drawing(shared, 1).is_visible()
 
 
 def test_a_gap_has_its_line_and_what_ends_it(item: Any) -> None:
@@ -118,31 +133,31 @@ def test_a_gap_has_its_line_and_what_ends_it(item: Any) -> None:
     assert item.locator(".source li.chosen").get_attribute("data-line") == "25"
 
 
-def test_keys_and_wheel_zoom_and_pan(item: Any) -> None:
-    before = state(item)
-    drawing(item).focus()
-    item.keyboard.press("+")
-    closer = state(item)
+def test_keys_and_wheel_zoom_and_pan(shared: Any) -> None:
+    before = state(shared)
+    drawing(shared).focus()
+    shared.keyboard.press("+")
+    closer = state(shared)
     assert closer["to"] - closer["from"] == pytest.approx((before["to"] - before["from"]) / 1.6)
-    item.keyboard.press("ArrowRight")
-    assert state(item)["from"] > closer["from"]
-    item.keyboard.press("0")
-    assert state(item)["from"] < 0
-    drawing(item).hover()
-    item.mouse.wheel(0, -600)
-    item.wait_for_function(
+    shared.keyboard.press("ArrowRight")
+    assert state(shared)["from"] > closer["from"]
+    shared.keyboard.press("0")
+    assert state(shared)["from"] < 0
+    drawing(shared).hover()
+    shared.mouse.wheel(0, -600)
+    shared.wait_for_function(
         "() => keepbusy.panel.state.to - keepbusy.panel.state.from < 0.6 * keepbusy.panel.state.scene.length"
     )
 
 
-def test_a_drag_moves_what_is_seen(item: Any) -> None:
-    drawing(item).scroll_into_view_if_needed()
-    box, before = drawing(item).bounding_box(), state(item)
-    item.mouse.move(box["x"] + 500, box["y"] + 60)
-    item.mouse.down()
-    item.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
-    item.mouse.up()
-    after = state(item)
+def test_a_drag_moves_what_is_seen(shared: Any) -> None:
+    drawing(shared).scroll_into_view_if_needed()
+    box, before = drawing(shared).bounding_box(), state(shared)
+    shared.mouse.move(box["x"] + 500, box["y"] + 60)
+    shared.mouse.down()
+    shared.mouse.move(box["x"] + 300, box["y"] + 60, steps=4)
+    shared.mouse.up()
+    after = state(shared)
     assert after["from"] > before["from"]
     assert after["to"] - after["from"] == pytest.approx(before["to"] - before["from"])
 
@@ -241,21 +256,21 @@ def test_memory_is_told_over_time_and_by_the_line_that_holds_the_peak(opened: An
     assert "3 GB allocated of 4 GB reserved" in canvas.get_attribute("data-says")
 
 
-def test_dark_and_light_change_at_a_switch(item: Any) -> None:
+def test_dark_and_light_change_at_a_switch(shared: Any) -> None:
     paper = "() => getComputedStyle(document.body).backgroundColor"
-    light = item.evaluate(paper)
-    item.get_by_role("button", name="Dark").click()
-    assert item.evaluate(paper) != light
-    item.get_by_role("button", name="Light").click()
-    assert item.evaluate(paper) == light
+    light = shared.evaluate(paper)
+    shared.get_by_role("button", name="Dark").click()
+    assert shared.evaluate(paper) != light
+    shared.get_by_role("button", name="Light").click()
+    assert shared.evaluate(paper) == light
 
 
-def test_the_tour_has_five_steps(item: Any) -> None:
-    item.get_by_role("button", name="Tour").click()
+def test_the_tour_has_five_steps(shared: Any) -> None:
+    shared.get_by_role("button", name="Tour").click()
     for number in range(1, 6):
-        assert f"{number} of 5" in item.locator("dialog.tour").inner_text()
-        item.locator("dialog.tour .primary").click()
-    assert item.locator("dialog.tour").count() == 0
+        assert f"{number} of 5" in shared.locator("dialog.tour").inner_text()
+        shared.locator("dialog.tour .primary").click()
+    assert shared.locator("dialog.tour").count() == 0
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -372,16 +387,16 @@ def test_the_tree_leads_to_the_line_and_another_loop_to_its_turns(opened: Any) -
     assert "copy_in_line" in page.locator("#causes").inner_text()
 
 
-def test_the_hosts_lead_and_the_stalls_stand_over_the_run(item: Any) -> None:
+def test_the_hosts_lead_and_the_stalls_stand_over_the_run(shared: Any) -> None:
     """23 plain steps of 30; steps 10 to 14 were recorded."""
-    assert item.locator("#run .lead-strip > span").count() == 23
+    assert shared.locator("#run .lead-strip > span").count() == 23
     lead = told(ITEM).plain_runs[0].course.lead[12] / 1e6
-    assert f"Python is {lead:.1f} ms ahead" in item.locator("#run .lead-strip > span").nth(12).get_attribute(
+    assert f"Python is {lead:.1f} ms ahead" in shared.locator("#run .lead-strip > span").nth(12).get_attribute(
         "data-says"
     )
-    assert item.locator("#run .step-strip > .stalled").count() == 1
-    item.get_by_role("button", name="Steps 10 to 14 were recorded").click()
-    item.wait_for_function("() => document.getElementById('timeline').getBoundingClientRect().top < 100")
+    assert shared.locator("#run .step-strip > .stalled").count() == 1
+    shared.get_by_role("button", name="Steps 10 to 14 were recorded").click()
+    shared.wait_for_function("() => document.getElementById('timeline').getBoundingClientRect().top < 100")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(chromium: Any, tmp_path: Path) -> None:
@@ -467,12 +482,12 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, select, canvas
     document.getElementById(one.getAttribute("aria-labelledby") ?? ""))).map(one => one.outerHTML.slice(0, 90))"""
 
 
-def test_who_hears_the_page_hears_what_each_thing_is(item: Any) -> None:
-    assert item.evaluate(NAMELESS) == []
-    ledger = item.locator("#ledger").aria_snapshot()
+def test_who_hears_the_page_hears_what_each_thing_is(shared: Any) -> None:
+    assert shared.evaluate(NAMELESS) == []
+    ledger = shared.locator("#ledger").aria_snapshot()
     assert 'row "computing 12.1 ms 67% The GPU computes"' in ledger
-    assert 'switch "1' in item.locator("#plan").aria_snapshot()
-    levels = item.evaluate("() => [...document.querySelectorAll('h1, h2, h3')].map(one => Number(one.tagName[1]))")
+    assert 'switch "1' in shared.locator("#plan").aria_snapshot()
+    levels = shared.evaluate("() => [...document.querySelectorAll('h1, h2, h3')].map(one => Number(one.tagName[1]))")
     assert levels[0] == 1
     assert all(after - before <= 1 for before, after in pairwise(levels))
 

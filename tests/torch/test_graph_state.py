@@ -31,7 +31,6 @@ from keepbusy.runtime.graph.names_read import StepNames  # noqa: E402
 from keepbusy.runtime.graph.participants import Participants  # noqa: E402
 from keepbusy.runtime.graph.replay_check import WrittenTensors, is_compared, replay_compared  # noqa: E402
 
-
 SWEEP = pytest.mark.sweep(room="runtime")
 SWEPT = {
     *("average_in_a_dict", "random_state_of_numpy", "random_of_python", "counter_in_a_list"),
