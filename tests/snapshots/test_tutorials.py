@@ -20,9 +20,16 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"no-gpu": ROOT / "examples", "first-report": ROOT / "tests" / "snapshots" / "traces"}
 BLOCK = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
 READERS_OWN = "train.py"
+SWEEPS = [
+    pytest.mark.sweep(room="virtual"),
+    pytest.mark.sweep(room="explain"),
+    pytest.mark.sweep(room="report"),
+    pytest.mark.sweep(room="cli"),
+]
+"""Of the one whose programs `test_examples.py` runs, too, and which takes half a minute of the processor."""
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", [pytest.param("no-gpu", marks=SWEEPS), "first-report"])
 def test_a_tutorial_shows_what_its_commands_print(name: str, tmp_path: Path, warm_python: WarmPython) -> None:
     page = ROOT / "docs" / "tutorial" / f"{name}.md"
     shutil.copytree(FOLDERS[name], tmp_path, dirs_exist_ok=True)
