@@ -191,9 +191,9 @@ LINES = {
     "fixes": 5283,
     "explain": 2521,
     "report": 3300,
-    "runtime": 7535,
+    "runtime": 7550,
     "cli": 3882,
-    "fix": 1543,
+    "fix": 1541,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,50 @@ def test_another_shape_of_what_is_bound_anew_ends_the_replays() -> None:
     _, (message,) = warned(lambda: kept.graphed(torch.ones(4, device="cuda")))
     assert message == "keepbusy.graph runs train eagerly: what it binds anew has another shape now"
     assert holder.average.tolist() == [1.5] * 4
+
+
+def test_a_step_may_bind_another_shape() -> None:
+    def sums(wrap: Callable[[Any], Any]) -> list[Any]:
+        holder, size, found = SimpleNamespace(sums=torch.zeros(2, device="cuda")), [2], []
+
+        def train(x: torch.Tensor) -> None:
+            holder.sums = torch.ones(size[0], device="cuda") * x.sum()
+
+        step = wrap(train)
+        for turn in range(12):
+            size[0] += turn == 7
+            step(torch.full((4,), float(turn), device="cuda"))
+            found.append(holder.sums)
+        return [one.tolist() for one in found]
+
+    kept = Kept()
+    found, (message,) = warned(lambda: sums(kept))
+    assert found == sums(lambda step: step)
+    assert "what it binds anew has another shape now" in message
+    assert kept.graphed.replays > 1
+
+
+def test_a_call_that_fails_leaves_what_it_has_bound() -> None:
+    def sums(wrap: Callable[[Any], Any]) -> list[Any]:
+        holder, failing, found = SimpleNamespace(sum=torch.zeros(2, device="cuda")), [False], []
+
+        def train(x: torch.Tensor) -> None:
+            holder.sum = holder.sum + x
+            if failing[0]:
+                raise ValueError
+
+        step = wrap(train)
+        for turn in range(12):
+            failing[0] = turn == 7
+            with suppress(ValueError):
+                step(torch.full((2,), float(turn), device="cuda"))
+            found.append(holder.sum)
+        return [one.tolist() for one in found]
+
+    kept = Kept()
+    found, messages = warned(lambda: sums(kept))
+    assert (found, messages) == (sums(lambda step: step), [])
+    assert kept.graphed.replays > 4
 
 
 @each(BY_THE_LOOP)

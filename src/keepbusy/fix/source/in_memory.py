@@ -84,9 +84,7 @@ def give_lines(tree: ast.Module, source: str, own: bytes, origins: Sequence[int]
         begin, end = origins[first - 1], origins[last - 1]
         begins_there = new[first - 1].strip() == old[begin - 1].strip()
         ends_there = new[last - 1].strip() == old[end - 1].strip()
-        holds_others = hasattr(node, "body") and isinstance(
-            node, ast.stmt
-        )  # other lines than its head may have changed
+        holds_others = hasattr(node, "body") and isinstance(node, ast.stmt)  # which may have changed
         node.lineno, node.end_lineno = begin, end
         if begins_there and ends_there and (end - begin == last - first or holds_others):
             node.col_offset += _indent(old[begin - 1]) - _indent(new[first - 1])

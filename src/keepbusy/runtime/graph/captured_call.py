@@ -212,6 +212,10 @@ class EagerStream:
         try:
             with torch.cuda.stream(self.stream):
                 return self.run_here(call)
+        except BaseException:
+            if self.bound is not None:
+                self.bound.settle()
+            raise
         finally:
             current.wait_stream(self.stream)
 

@@ -473,7 +473,8 @@ class StepGraphs:
                 for old, new, one, other in zip(captured.read, named, known[first:], kind[first:], strict=True)
                 if one != other
             ]
-            if all(_may_exchange(old, new, named) for old, new in pairs):
+            is_each_its_own = len({id(new) for _, new in pairs}) == len(pairs)
+            if is_each_its_own and all(_may_exchange(old, new, named) for old, new in pairs):
                 for old, new in pairs:
                     exchange_memory(old, new)
                     self._written.stands_for(old, new)

@@ -125,14 +125,19 @@ class BoundAnew:
     graph of it. After the call the program finds new ones, as it would without a graph."""
 
     def __init__(self, places: list[_Place]) -> None:
-        self._places = places
+        self._places, self._is_given_up = places, False
         with torch.no_grad():
             self.kept = [_like(place.read(), place.read().detach().clone()) for place in places]
 
     def fits(self) -> bool:
         """Whether what the program has there now could be kept."""
-        now = zip((place.read() for place in self._places), self.kept, strict=True)
-        return all(is_a(one, Tensor) and _are_alike(one, kept) for one, kept in now)
+        if self._is_given_up:
+            return False
+        try:
+            now = [place.read() for place in self._places]
+        except (KeyError, IndexError):  # it is gone
+            return False
+        return all(is_a(one, Tensor) and _are_alike(one, kept) for one, kept in zip(now, self.kept, strict=True))
 
     @contextmanager
     def kept_in_place(self) -> Iterator[None]:
@@ -142,12 +147,16 @@ class BoundAnew:
         try:
             yield
         finally:
-            new = [_like(kept, torch.empty_like(kept)) for kept in self.kept]
-            _copy_all(new, self.kept)
-            self._bind(new)
+            if not self._is_given_up:
+                new = [_like(kept, torch.empty_like(kept)) for kept in self.kept]
+                _copy_all(new, self.kept)
+                self._bind(new)
 
     def settle(self) -> None:
-        """What the step has bound goes to where it is kept."""
+        """What the step has bound goes to where it is kept. What has another shape stays, and all else with it."""
+        self._is_given_up = not self.fits()
+        if self._is_given_up:
+            return
         now = [place.read() for place in self._places]
         bound = [pair for pair in zip(self.kept, now, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
         if bound:
@@ -218,7 +227,7 @@ def _may_be_kept(place: _Place, before: Any) -> bool:
     """Whether it was a tensor of the device, and is one of that shape again."""
     try:
         now = place.read()
-    except (KeyError, TypeError, AttributeError):  # a class has it, or a slot
+    except (KeyError, IndexError, TypeError, AttributeError):  # a class has it, or a slot
         return False
     if (
         type(now) not in (Tensor, torch.nn.Parameter)
