@@ -190,8 +190,8 @@ LINES = {
     "causes": 1618,
     "fixes": 5283,
     "explain": 2521,
-    "report": 3300,
-    "runtime": 7550,
+    "report": 3302,
+    "runtime": 7555,
     "cli": 3882,
     "fix": 1541,
 }

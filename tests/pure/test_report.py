@@ -168,6 +168,12 @@ def test_much_that_is_unknown_is_not_called_noise() -> None:
     assert "noise" not in text
 
 
+def test_where_hardly_a_kernel_was_timed_nothing_is_said_of_the_gpu() -> None:
+    unknown = replace(HEALTHY, plain_step=0, steps=0, plan=(), causes=(), run=Part(RUN, time=3_000_000_000))
+    assert "Too few of its kernels were timed" in " ".join(verdict.render(unknown).split())
+    assert "The GPU is busy" not in " ".join(verdict.render(unknown).split())
+
+
 def test_a_cause_that_no_fix_of_the_plan_removes_is_not_called_noise() -> None:
     assert "The GPU is busy 27% of an iteration. Python waits for copies to finish." in verdict.render(STALLED)
     for unsure in ({"predicted": predicted(31, 30, 32)}, {"cause": "launch_bound"}):

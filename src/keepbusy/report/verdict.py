@@ -178,6 +178,8 @@ def _nothing_to_save(diagnosis: Diagnosis) -> str:
     """Why there is no fix; if much of the time is not explained, that is no proof that nothing can be saved."""
     step, much = diagnosis.plain_step, max(diagnosis.noise, _UNEXPLAINED * diagnosis.plain_step)
     unknown, launches = (diagnosis.ledger.get(cause, 0) for cause in ("unknown", "launch_bound"))
+    if not step and diagnosis.run is not None and diagnosis.run.busy == NONE:
+        return "Too few of its kernels were timed to say when the GPU was idle; a longer run would show it."
     if not step:
         return "No fix was found."
     if unknown > much:

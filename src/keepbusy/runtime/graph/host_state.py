@@ -90,6 +90,10 @@ def changes_between(before: dict[StateKey, Any], after: dict[StateKey, Any]) -> 
     ]
 
 
+COPIES_KEPT = 4
+"""Of what is bound anew: where it is kept, what the program finds, a comparison's, and one to spare."""
+
+
 class _Place(NamedTuple):
     """Where the program keeps a tensor that each call binds anew."""
 
@@ -183,7 +187,7 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 def bound_anew(host: HostState, before: dict[StateKey, Any], after: dict[StateKey, Any]) -> list[_Place]:
     """All that has changed between the two, if that is nothing but names that stand for new tensors of the device, of
-    the same shapes; else nothing."""
+    the same shapes, and there is memory to keep them; else nothing."""
     objects = {(label, id(value)): value for label, value in host.reached()}
     names = {(f"`{name.label}`", place): name for place, name in enumerate(host.names.reads)}
     found: dict[Any, _Place] = {}
@@ -203,7 +207,8 @@ def bound_anew(host: HostState, before: dict[StateKey, Any], after: dict[StateKe
         if not all(place is not None and _may_be_kept(place, one) for place, one in places):
             return []
         found |= {(id(place.holder), place.name): place for place, _ in places if place is not None}
-    return [*found.values()]
+    needed = COPIES_KEPT * sum(place.read().nbytes for place in found.values())
+    return [*found.values()] if needed <= torch.cuda.mem_get_info()[0] else []
 
 
 def _place_of(name: NameRead) -> _Place | None:
