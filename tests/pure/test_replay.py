@@ -15,7 +15,7 @@ from keepbusy.timeline.model import NEVER, NONE, Kind, LinkKind, Timeline, settl
 from keepbusy.timeline.replay import _Engine, replay, run
 from keepbusy.timeline.steps import whole_steps
 
-seldom = settings(max_examples=60)
+seldom = settings(max_examples=120)
 
 
 @given(timelines())

@@ -30,8 +30,6 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         **{f"shard={one}, tensor=2": {"shard": one, "tensor": 2} for one in (0, 2, 3)},
     },
 }
-OF_EACH_KIND = {name: layout for name, layout in LAYOUTS[RANKS].items() if name not in ("shard=1", "shard=2")}
-"""For what does not depend on which of the shards' kinds it is."""
 MODELS: dict[str, Callable[..., nn.Module]] = {"GPT": GPT, "ResNet": ResNet, "encoder": Encoder}
 MODELS |= {"packed": Packed, "repeated": Repeated}
 Batch = tuple[Tensor, Tensor]
@@ -160,7 +158,7 @@ def with_states_from_before() -> dict[str, Any]:
         return model, optimizer, schedule
 
     found = {}
-    for name, layout in {"one process": None, **OF_EACH_KIND}.items():
+    for name, layout in {"one process": None, **LAYOUTS[RANKS]}.items():
         model, optimizer, schedule = halfway()
         pairs: Any = batches("GPT")
         if layout is not None:
@@ -214,7 +212,7 @@ def accumulated() -> dict[str, Any]:
 def scaled() -> dict[str, Any]:
     """One rank's second step overflows: all must skip it."""
     found = {}
-    for name, layout in {"one process": None, **OF_EACH_KIND}.items():
+    for name, layout in {"one process": None, **LAYOUTS[RANKS]}.items():
         model, optimizer = made("GPT")
         pairs: Any = batches("GPT")
         if layout is not None:

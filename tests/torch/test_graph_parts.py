@@ -227,7 +227,7 @@ def captured(body: Callable[[Net, torch.Tensor], torch.Tensor], between: Callabl
             return loss.detach()
 
         step, found = wrap(train), []
-        for x, _ in batches(10):
+        for x, _ in batches(14):
             found.append(step(x).item())
             between()
         losses.append(found)

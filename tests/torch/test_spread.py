@@ -106,7 +106,7 @@ def test_it_trains_in_each_layout_and_a_checkpoint_is_read_by_another(
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SWEEP)])
 def test_learning_rates_schedules_and_momenta_of_each_group_go_along(ranks: int, request: Any) -> None:
     found = request.getfixturevalue({2: "two", 4: "four"}[ranks])["states from before"]
-    assert_like_one_process(found, {2: 3, 4: 4}[ranks])
+    assert_like_one_process(found, {2: 5, 4: 4}[ranks])
     assert found["shard=3"][-2:] == pytest.approx([0.25e-3, 0.75e-3])
 
 
@@ -134,7 +134,7 @@ def test_accumulation_defers_in_each_layout(more: Found) -> None:
 
 
 def test_a_scaler_skips_on_all_ranks_what_overflows_on_one(two: Found) -> None:
-    assert_like_one_process(two["scaler"], 3, 1e-3)  # bfloat16
+    assert_like_one_process(two["scaler"], 5, 1e-3)  # bfloat16
     assert {losses[-1] for losses in two["scaler"].values()} == {0.5}
 
 

@@ -283,10 +283,10 @@ def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = Fals
     that take far longer than others, as where something is saved now and then, there is the share that they have.
     `apart`: and none of them where they are rare."""
     usual, long, _ = _by_length(timeline)
-    wanted = _wanted(timeline, most_rows)
-    if apart and _are_rare(usual, long, wanted):
+    if apart and _are_rare(usual, long):
         long = long[:0]
     count = len(usual) + len(long)
+    wanted = max(8, most_rows * count // max(1, len(timeline)))
     if count > wanted:
         of_long = max(1, round(wanted * len(long) / count)) if len(long) else 0
         of_usual = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted) if of_long else wanted
@@ -301,27 +301,16 @@ def rare_steps(timeline: Timeline, most_rows: int = SAMPLED_ROWS) -> tuple[Timel
     """Some of those that take far longer than others and are rare, and how many there are; None if there are none, or
     if they take next to nothing of the time."""
     usual, long, lengths = _by_length(timeline)
-    take, first = lengths[long].sum() / max(1, lengths.sum()), long.min(initial=len(lengths))
-    others = long[long != first]
-    if len(others) and lengths[first] > _FIRST_TIME * lengths[others].max():
-        long = others
-    if not _are_rare(usual, long, _wanted(timeline, most_rows)) or take < NOISE_OF_A_SCRIPT:
+    take = lengths[long].sum() / max(1, lengths.sum())
+    if not _are_rare(usual, long) or take < NOISE_OF_A_SCRIPT:
         return None
     rows = np.isin(_step_of_rows(timeline), long).sum()  # an evaluation may launch as much as a hundred steps
     wanted = max(_FEWEST_RARE, most_rows * len(long) // max(1, rows))
     return _of_steps(timeline, np.sort(_evenly(long, min(len(long), wanted)))), len(long)
 
 
-def _wanted(timeline: Timeline, most_rows: int) -> int:
-    """How many steps are replayed, of those that there are."""
-    return max(8, most_rows * len(timeline.marks_of(timeline.ranks[0])) // max(1, len(timeline)))
-
-
-def _are_rare(usual: Ints, long: Ints, wanted: int) -> bool:
-    """Also where so few would be replayed that they could not stand for the others."""
-    count = len(usual) + len(long)
-    are_few = count > wanted and wanted * len(long) < _FEWEST_RARE * count
-    return len(long) > 1 and (len(long) < _RARE * len(usual) or are_few)
+def _are_rare(usual: Ints, long: Ints) -> bool:
+    return 1 < len(long) < _RARE * len(usual)
 
 
 def _by_length(timeline: Timeline) -> tuple[Ints, Ints, Ints]:
@@ -352,8 +341,6 @@ _MOST_FOR_LONG = 4
 _RARE = 0.05
 """Of the others: fewer steps that take far longer are explained by themselves."""
 _FEWEST_RARE = 4
-_FIRST_TIME = 1.5
-"""Times all others: the first of them that takes so long shows what it takes to do that for the first time."""
 
 
 def _evenly(steps: Ints, count: int) -> Ints:
