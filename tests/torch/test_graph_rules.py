@@ -29,9 +29,10 @@ PROGRAMS = all_programs()
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device draws from its own generator, and no capture that failed has left its stream behind."""
+    """The device draws from its own generator, and neither a seed nor a stream of another test is left."""
     monkeypatch.setattr(DEFAULTS, "shared", False)
     monkeypatch.setattr(torch.cuda, "default_generators", DEFAULTS.all())
+    torch.manual_seed(0)
     torch.cuda.set_stream(torch.cuda.default_stream())
 
 
