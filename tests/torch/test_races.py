@@ -64,15 +64,15 @@ def test_a_stream_that_does_not_wait_races_and_the_missing_call_is_said() -> Non
 
 
 def test_the_timeline_calls_streams_as_races_do_where_a_name_is_of_one_stream() -> None:
-    copies = torch.cuda.Stream()
-    several = [made() for made in (torch.cuda.Stream, torch.cuda.Stream)]
+    nobody_elses = torch.cuda.Stream()
+    of_a_list = [made() for made in (torch.cuda.Stream, torch.cuda.Stream)]
     x = ones(100)
-    for stream in (copies, *several):
+    for stream in (nobody_elses, *of_a_list):
         with torch.cuda.stream(stream):
             x.add_(1)
-    assert (only().first.stream, only().second.stream) == ("copies", "several[0]")
+    assert (only().first.stream, only().second.stream) == ("nobody_elses", "of_a_list[0]")
     names = {lane.name for lane in MACHINE.timeline().lanes if lane.device == 0}
-    assert {"default stream", "copies", "several[0]", "several[1]"} <= names
+    assert {"default stream", "nobody_elses", "of_a_list[0]", "of_a_list[1]"} <= names
 
 
 def test_a_name_of_two_streams_stands_for_none() -> None:

@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     program.meet()  # before any rank ends: what nobody has entered is stale
     if not options.quiet and program.rank() == 0:  # a verb that starts a run asks for a quiet one
         if not options.fix:  # the next run with fixes takes its plan from the same one
-            last_run.forget()
+            last_run.forget(_name_of_program(options))
         if options.text is None:
             hint_at_own_options(options, add_arguments)
     streams = program.StandardStreams()
@@ -243,13 +243,19 @@ def _rewriting(options: argparse.Namespace) -> Path:
     if find_spec("libcst") is None:
         raise BadInput("`keepbusy run --fix` needs LibCST: `pip install libcst`.")
     path = make_folder() / "rewriting.json"
-    before = options.against or last_run.place()
+    before = options.against or last_run.plan_of(_name_of_program(options))
     if before is None or not before.is_file():
         raise BadInput(
-            f"--fix takes its plan from a recorded run, and there is none; record one first: `{_plainly(options)}`."
+            f"--fix takes its plan from a recorded run of this program, and there is none; "
+            f"record one first: `{_plainly(options)}`."
         )
     _aside(lambda: _rewrite(options, before, path))
     return path
+
+
+def _name_of_program(options: argparse.Namespace) -> str:
+    """What its plan is kept under, whatever its arguments are."""
+    return f"{_current_folder()} -m {options.script}" if options.module else str(Path(options.script).resolve())
 
 
 def _script_of(command: Sequence[str]) -> str:
@@ -284,7 +290,7 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     from keepbusy.fix.source.from_plan import check_names, rewriting_of
 
     check_names(options.without, options.also)
-    kept, again = _plan_of(before, options.workers), _plainly(options)
+    kept, again = _plan_of(options, before), _plainly(options)
     in_its_folder = _script_of(kept.command) == options.script and kept.folder == _current_folder()
     recorded = {Path(kept.folder, source).resolve() for source in kept.sources}
     if not in_its_folder and Path(options.script).resolve() not in recorded:
@@ -307,15 +313,18 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     made.save(path)
 
 
-def _plan_of(before: Path, workers: int | None) -> KeptPlan:
-    """The one that is kept beside the last run, or what explaining the run gives."""
+def _plan_of(options: argparse.Namespace, before: Path) -> KeptPlan:
+    """The one that is kept, or what explaining the run gives that `--against` names."""
     from keepbusy.explain.kept_plan import KeptPlan
-    from keepbusy.timeline.busy_file import load
 
-    if before == last_run.place() and workers is None:
-        with suppress(OSError, ValueError):
-            return KeptPlan.of_json(last_run.kept_plan())
-    return KeptPlan.of(keepbusy.explain(load(before), None, (), workers))
+    if options.against:
+        return KeptPlan.of(keepbusy.explain(options.before, None, (), options.workers))
+    try:
+        return KeptPlan.of_json(before.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(
+            f"The plan of the last run cannot be read ({error}); record one: `{_plainly(options)}`."
+        ) from None
 
 
 def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> NoReturn:
@@ -412,7 +421,9 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     its_own = getattr(sys, "stdout", None)
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
     # a run with fixes does not become the last run: its fixes are made by the plan of one without
-    is_last = not options.fix and last_run.keep(timeline, options.began, KeptPlan.of(diagnosis).as_json())
+    is_last = not options.fix and last_run.keep(
+        timeline, options.began, KeptPlan.of(diagnosis).as_json(), _name_of_program(options)
+    )
     commands = _commands(options, diagnosis, is_last)
     fixed = list[str]()
     if options.fix:

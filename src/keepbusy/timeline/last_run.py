@@ -1,7 +1,11 @@
-"""The last run of `keepbusy run`, kept in the user's cache, so that it can be looked at without running again."""
+"""The last run of `keepbusy run`, and for each program the plan of its last run, in the user's cache.
+
+`explain` and `show` take the run if they are given no file; `run --fix` takes the program's plan.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,9 +14,11 @@ from keepbusy.timeline import busy_file
 from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.model import Timeline
 
+_PLANS_KEPT = 100
+
 
 def place() -> Path | None:
-    """Where it is kept; None for a user without a home."""
+    """Where the last run is kept; None for a user without a home."""
     try:
         caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -20,41 +26,43 @@ def place() -> Path | None:
     return Path(caches) / "keepbusy" / "last.busy"
 
 
-def _place_of_plan(path: Path) -> Path:
-    return path.with_name("last_plan.json")
+def plan_of(program: str) -> Path | None:
+    """Where the plan of a program's last run is kept; None for a user without a home."""
+    last = place()
+    name = hashlib.sha256(program.encode()).hexdigest()[:16] + ".json"
+    return None if last is None else last.parent / "plans" / name
 
 
-def keep(timeline: Timeline, began: float, plan: str) -> bool:
-    """Whether the run could be kept: a full disk or a read-only home costs nobody their report. The file bears the time
+def keep(timeline: Timeline, began: float, plan: str, program: str) -> bool:
+    """Whether the run could be kept: a full disk or a read-only home costs nobody their report. The files bear the time
     at which the run began, so that sources which changed later are known."""
-    path = place()
-    if path is None:
+    last, path = place(), plan_of(program)
+    if last is None or path is None:
         return False
     with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        busy_file.save(timeline, path)
-        os.utime(path, (began, began))
-        write_whole(_place_of_plan(path), plan)
+        last.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        busy_file.save(timeline, last)
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, plan)
+        for file in (last, path):
+            os.utime(file, (began, began))
+        plans = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in plans[_PLANS_KEPT:]:
+            file.unlink(missing_ok=True)
         return True
     return False
 
 
-def forget() -> None:
+def forget(program: str) -> None:
     """For a run that begins: if it leaves nothing, no older run is taken for it."""
-    path = place()
-    if path is not None:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-            _place_of_plan(path).unlink(missing_ok=True)
-
-
-def kept_plan() -> str:
-    """What was kept with it; raises OSError where there is none."""
-    return _place_of_plan(place() or Path()).read_text(encoding="utf-8")
+    for path in (place(), plan_of(program)):
+        if path is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def path() -> Path:
-    """The file, for a verb that was given none."""
+    """The last run, for a verb that was given no file."""
     kept = place()
     if kept is None or not kept.is_file():
         raise BadInput("no file was given, and there is no last run; name a file, or `keepbusy run` a script first.")
