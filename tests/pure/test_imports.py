@@ -191,7 +191,7 @@ LINES = {
     "fixes": 5283,
     "explain": 2521,
     "report": 3302,
-    "runtime": 7555,
+    "runtime": 7567,
     "cli": 3893,
     "fix": 1541,
 }

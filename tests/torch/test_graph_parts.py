@@ -73,6 +73,27 @@ class Averaged:
         return [self.steps, *[weight.tolist() for weight in (*self.model.parameters(), *self.average)]]
 
 
+class OneCycle:
+    """Its schedule writes another momentum at each step, which an optimizer's kernels take as a number."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=0.2, total_steps=40)
+
+    def train(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.detach()
+
+    def state(self) -> list[Any]:
+        group = self.optimizer.param_groups[0]
+        return [group["lr"], group["momentum"], *[weight.tolist() for weight in self.model.parameters()]]
+
+
 class InAClosure:
     """A function within another, with names of its own and of the one around it."""
 
@@ -122,6 +143,16 @@ def test_a_part_ends_before_what_was_refused_in_it() -> None:
     whole, part = step.report().splitlines()
     assert whole.startswith("train: 0 replayed, 0 captured, 4 eager; keepbusy.graph runs train in parts: ")
     assert part == "part 1 of Averaged.train: 4 replayed, 5 compared, 1 captured, 2 eager"
+
+
+def test_a_setting_that_changes_at_each_step_leaves_the_optimizer_out_of_the_graph() -> None:
+    (losses, (*settings, _, _, _, bias)), (step, messages) = run_of(OneCycle, keepbusy.graph, 24)
+    (plain_losses, (*plain_settings, _, _, _, plain_bias)), _ = run_of(OneCycle, lambda step: step, 24)
+    assert settings == plain_settings
+    # a graph reads the rate in 32 bits
+    assert [*losses, *bias] == pytest.approx([*plain_losses, *plain_bias], rel=1e-4)
+    assert "in parts: it keeps 8 graphs, and the settings of SGD would need another" in messages[-1]
+    assert "part 1 of OneCycle.train: 4 replayed, 5 compared" in step.report()
 
 
 def test_two_steps_of_one_name_have_parts_of_their_own() -> None:

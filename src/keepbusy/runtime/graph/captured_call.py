@@ -396,10 +396,11 @@ def renew_gradient_nodes(leaves: Collection[Tensor]) -> None:
 
 
 class Uncapturable(Exception):  # noqa: N818 -- it is a finding, and always caught
-    """Why a graph cannot stand in for the step, as the end of a sentence."""
+    """Why a graph cannot stand in for the step, as the end of a sentence, and the line of the step that shows it."""
 
-    line = 0
-    """Of the step itself, at which it is known."""
+    def __init__(self, why: str, line: int = 0) -> None:
+        super().__init__(why)
+        self.line = line
 
 
 def capture(
@@ -426,8 +427,8 @@ def capture(
                 graph.capture_end()
             is_empty = any("CUDA Graph is empty" in str(one.message) for one in said)
         except Exception as error:
-            reason = Uncapturable(_reason_of(error))
-            reason.line = next((line for frame, line in walk_tb(error.__traceback__) if frame.f_code is code), 0)
+            line = next((line for frame, line in walk_tb(error.__traceback__) if frame.f_code is code), 0)
+            reason = Uncapturable(_reason_of(error), line)
         except BaseException:
             _abandon(graph, pool)
             raise

@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
@@ -196,9 +197,13 @@ class GraphKey:
 
     def labels(self) -> list[str]:
         """What a person calls the parts of `kind`."""
-        groups = [f"the settings of {type(one).__name__}" for one in self._optimizers for _ in one.param_groups]
+        groups = [settings_of(optimizer) for optimizer in self._optimizers for _ in optimizer.param_groups]
         modes = ["whether gradients are on", "autocast", "a mode or a number of a module"]
         return [*modes, "which gradients are cleared", *groups, *self._named.labels()]
+
+
+def settings_of(optimizer: Optimizer) -> str:
+    return f"the settings of {type(optimizer).__name__}"
 
 
 class ReplayWorth:
@@ -244,7 +249,7 @@ class Rehearsal:
     """
 
     def __init__(self, eager: EagerStream) -> None:
-        self.participants, self.finding = Participants(), ""
+        self.participants, self.finding = Participants(code_of(eager.step)), ""
         self.line = 0
         """Of the step, where it does what is found; 0 where that is not known."""
         self.worth = ReplayWorth()
@@ -548,9 +553,16 @@ class StepGraphs:
         if kind not in self._capturable and len(self._capturable) >= GRAPHS_PER_STEP:
             if self._takes_in_more(call, kind):
                 return self._eager(call)
+            new = self._new_in(call, kind)
             if not any(self._capturable.values()):
-                raise Uncapturable(f"nearly every call is another: {self._new_in(call, kind)}")
-            self._warn_full(call, kind)
+                raise Uncapturable(f"nearly every call is another: {new}")
+            reason = f"it keeps {GRAPHS_PER_STEP} graphs, and {new}"
+            for optimizer, line in self._participants.optimizers.items():
+                if new.startswith(settings_of(optimizer)) and line:
+                    raise Uncapturable(reason, line)
+            if not self._full:
+                self._full = True
+                self._warn(f"eagerly for further arguments: {reason}")
             return self._eager(call)
         before = self._host.read()
         with self._participants.watching() as gradients, self._written.watching():
@@ -622,13 +634,6 @@ class StepGraphs:
             if is_of_stream:
                 renew_gradient_nodes(self._participants.gathering())
             return capture(has_constants)
-
-    def _warn_full(self, call: StepCall, kind: Any) -> None:
-        if not self._full:
-            self._full = True
-            self._warn(
-                f"eagerly for further arguments: it keeps {GRAPHS_PER_STEP} graphs, and {self._new_in(call, kind)}"
-            )
 
     def _new_in(self, call: StepCall, kind: Any) -> str:
         """What no call before had: as a rule a shape, or a setting that a schedule writes."""

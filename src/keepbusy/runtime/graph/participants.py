@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from threading import Lock
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from keepbusy.runtime.graph.reachable import has_memory
+from keepbusy.runtime.graph.user_lines import line_within
 from keepbusy.runtime.module_parts import own_weights
 
 _FREED = "keepbusy: a backward pass has gone through for the last time"
@@ -32,9 +35,12 @@ _FREED = "keepbusy: a backward pass has gone through for the last time"
 class Participants:
     """All that took part in the calls that were watched so far, in the order in which they did."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: CodeType | None = None) -> None:
+        """`code`: of the step."""
+        self._code = code
         self.modules: dict[torch.nn.Module, None] = {}
-        self.optimizers: dict[Optimizer, None] = {}
+        self.optimizers: dict[Optimizer, int] = {}
+        """Each with the line of the step at which it steps; 0 where that is not known."""
         self.schedulers: dict[LRScheduler, None] = {}
         self.schedules_step_last = True
         """Whether no optimizer steps behind them in the same call."""
@@ -50,7 +56,7 @@ class Participants:
 
         def on_step(optimizer: Optimizer, *_arguments: Any) -> None:
             self.schedules_step_last &= not scheduled
-            self.optimizers.setdefault(optimizer)
+            self.optimizers[optimizer] = line_within(sys._getframe(), self._code)
             gradients.note_step(optimizer)
 
         called = dict[int, weakref.ref[torch.nn.Module]]()
@@ -84,7 +90,7 @@ class Participants:
         if scaler.is_enabled():  # else it has no state
             self.scalers.setdefault(scaler)
             if optimizer is not None:  # which has not stepped yet where gradients overflow at first
-                self.optimizers.setdefault(optimizer)
+                self.optimizers.setdefault(optimizer, 0)
 
     def have_state(self) -> bool:
         """Whether all optimizers have made their state: in a graph it would be made anew by each replay."""
