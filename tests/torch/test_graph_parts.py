@@ -94,6 +94,26 @@ class OneCycle:
         return [group["lr"], group["momentum"], *[weight.tolist() for weight in self.model.parameters()]]
 
 
+class MaskedLoss:
+    """Its loss is of as many tokens as were drawn, which a graph cannot hold."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Sequential(*[net(), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.Tanh()]).cuda()
+        self.optimizer = adam(self.model)
+
+    def train(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mask = torch.arange(6, device="cuda") < 4
+        out = self.model(x)
+        loss = cross_entropy(out[mask], y[mask])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def state(self) -> list[Any]:
+        return [weight.tolist() for weight in self.model.parameters()]
+
+
 class InAClosure:
     """A function within another, with names of its own and of the one around it."""
 
@@ -126,7 +146,13 @@ def run_of(kind: type[Any], wrap: Callable[[Step], Step], count: int = 16) -> tu
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [(Trainer, "it returned"), (InAClosure, "random.random()"), (Averaged, "self.steps += 1")]
+    ("kind", "named"),
+    [
+        (Trainer, "it returned"),
+        (InAClosure, "random.random()"),
+        (Averaged, "self.steps += 1"),
+        (MaskedLoss, "loss = cross_entropy(out[mask], y[mask])"),
+    ],
 )
 def test_values_are_those_of_the_plain_step(kind: type[Any], named: str) -> None:
     found, (step, messages) = run_of(kind, keepbusy.graph)

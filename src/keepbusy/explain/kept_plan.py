@@ -60,7 +60,7 @@ class KeptPlan:
 def _planned(one: Mapping[str, Any]) -> PlannedFix:
     where = tuple(Where(file, line, exact=exact) for file, line, exact in one["where"])
     captured = tuple(
-        CapturedLines(file, function, tuple((line, count) for line, count in launching), *map(tuple, others))
+        CapturedLines(file, function, tuple((line, count) for line, count in launching), *map(tuple, others[:3]))
         for file, function, launching, *others in one["captured"]
     )
     return PlannedFix(

@@ -87,6 +87,8 @@ class CapturedLines(NamedTuple):
     """Of those at which something stays: what stays are copies to the GPU, made before anything is computed."""
     masked: tuple[int, ...] = ()
     """Lines that choose by a mask which is always the same: they wait no more once its indices are taken."""
+    ends_before_backward: bool = False
+    """Whether a graph may end where a backward pass through it is still to come, and get a graph of that."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,7 +75,8 @@ def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeT
     from keepbusy.fixes.source.rewriting import edited
 
     launching = tuple(sorted((line, launches) for line, launches in lines.launching.items() if line))
-    captured = CapturedLines(code.co_filename, code.co_name, launching, tuple(sorted(lines.staying)))
+    staying = tuple(sorted(lines.staying))
+    captured = CapturedLines(code.co_filename, code.co_name, launching, staying, ends_before_backward=True)
     new = edited(source, "graph", [], captured) if launching else None
     if new is None:
         return None

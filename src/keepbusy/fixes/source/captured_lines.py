@@ -262,6 +262,7 @@ class _Function:
         # they take their time in Python, and are nothing but what a graph does without
         set_up = [node for node in self._own if isinstance(node, ast.Expr) and _only_sets_up(node.value)]
         self._staying = [line for line in lines.staying if not _stands_in(set_up, line)]
+        self._ends_before_backward = lines.ends_before_backward
         self._gradless = [part for part in self._own if isinstance(part, ast.With) and _is_without_gradient(part)]
         # what launches counts on the GPU, and is no number
         self._counters = {
@@ -295,7 +296,7 @@ class _Function:
                 if (
                     is_worth_it
                     and self._bind(region, statements, rest, path)
-                    and not _goes_back(self._with_gradient(region), later)
+                    and (self._ends_before_backward or not _goes_back(self._with_gradient(region), later))
                 ):
                     yield region
                 continue

@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from keepbusy.runtime.graph.host_state import BoundAnew, rollback_to_now
 from keepbusy.runtime.graph.names_read import PLAIN
-from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave
+from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave, weights_behind
 from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.graph.user_lines import code_of, line_of
 from keepbusy.runtime.host_constants import CapturedConstants
+from keepbusy.runtime.later_backward import LaterBackward, OneOperation
 from keepbusy.runtime.tensor_kinds import flatten_result, same_kinds
 
 
@@ -84,8 +85,6 @@ class StepCall:
     def check(self) -> None:
         """Raises if there is an argument that a graph can neither take in nor keep."""
         for leaf in self.leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise Uncapturable("an argument requires a gradient, which a replay would not hand back; detach it")
             if not isinstance(leaf, Tensor | torch.nn.Module | torch.amp.GradScaler | type) and any(
                 isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()
             ):
@@ -161,7 +160,7 @@ def _fits(value: Any, shape: Any, tensors: list[Tensor]) -> bool:
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return (type(leaf), leaf) if type(leaf) in PLAIN else id(leaf)
 
 
@@ -189,7 +188,13 @@ class Outputs:
         """As they are after the replay that is under way."""
         if self._spec.is_leaf() and isinstance(self._leaves[0], Tensor):  # a loss, mostly
             return self._leaves[0].clone()
-        return tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves], self._spec)
+        return self.built(self.copied_leaves())
+
+    def copied_leaves(self) -> list[Any]:
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+
+    def built(self, leaves: list[Any]) -> Any:
+        return tree_unflatten(leaves, self._spec)
 
 
 class EagerStream:
@@ -260,8 +265,11 @@ class Inputs:
             places, static = self._by_type.setdefault(one.dtype, ([], []))
             places.append(place)
             static.append(one)
-        self.fill(tensors)
+        with torch.no_grad():
+            self.fill(tensors)
         self._versions = [tensor._version for tensor in self.static]
+        for one, tensor in zip(self.static, tensors, strict=True):
+            one.requires_grad_(tensor.requires_grad)
 
     def fill(self, tensors: list[Tensor]) -> None:
         """Enqueue what brings them here. A batch of the host may be changed once `wait` has returned."""
@@ -308,7 +316,10 @@ class CapturedCall:
         gradients: list[HeldGradient],
         alive: list[Any],
         pattern: CallPattern,
+        later: LaterBackward | None,
     ) -> None:
+        self.later = later
+        """Its backward pass, if that comes after the call."""
         self._graph, self._inputs, self._outputs, self.gradients = graph, inputs, outputs, gradients
         self._entered = [one for one in gradients if one.needed and one.entry is not None]
         self.pattern = pattern
@@ -323,19 +334,48 @@ class CapturedCall:
 
     def replay(self, tensors: list[Tensor], is_in_place: bool = False) -> Any:
         """`is_in_place`: gradients are known to stand where a replay leaves them."""
-        self._inputs.fill(tensors)
+        with torch.no_grad() if self.later is not None else nullcontext():
+            self._inputs.fill(tensors)
         return self.replay_filled(tensors, is_in_place)
 
     def replay_filled(self, tensors: list[Tensor], is_in_place: bool = False) -> Any:
         """The inputs are there already."""
+        self._enqueue(tensors, is_in_place)
+        returned = self._outputs.copies()
+        self._inputs.wait()
+        return returned
+
+    def is_awaited(self) -> bool:
+        """Whether its memory is needed for a backward pass that may still come."""
+        return self.later is not None and self.later.is_awaited()
+
+    def replay_before_backward(self, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
+        """Autograd can go back from what it returns. `again` runs the call as it is written, from the state that it
+        finds now."""
+        later = self.later
+        assert later is not None
+        leaves: list[Any] = []
+
+        def forward() -> tuple[list[Tensor], Callable[[Any], Any]]:
+            call = later.replayed(lambda: later.outputs_of(again()), sources)
+            self._inputs.fill(tensors)
+            self._enqueue(tensors)
+            leaves.extend(self._outputs.copied_leaves())
+            self._inputs.wait()
+            return later.outputs_of_leaves(leaves), call.go_back
+
+        sources = later.sources(tensors)
+        differentiable = OneOperation.apply(forward, *sources)
+        for place, result in zip(later.places, differentiable, strict=True):
+            leaves[place] = result
+        return self._outputs.built(leaves)
+
+    def _enqueue(self, tensors: list[Tensor], is_in_place: bool = False) -> None:
         enter(self._entered)
         self._graph.replay()
         if not is_in_place:
             leave(self.gradients)
         self._inputs.hand_back(tensors)
-        returned = self._outputs.copies()
-        self._inputs.wait()
-        return returned
 
     def written_to(self, tensors: list[Tensor]) -> list[Tensor]:
         """The arguments that the step writes to."""
@@ -363,10 +403,23 @@ def capture_call(
         with constants if has_constants else nullcontext():
             return eager.run_here(call, inputs.static)
 
+    later: LaterBackward | None = None
     try:
         with participants.watching() as gradients:
             graph, returned = capture(run, eager.stream, code_of(eager.step))
-        outputs = Outputs(returned)
+        outputs, leaves = Outputs(returned), flatten_result(returned)[0]
+        if gradients.may_go_back(leaves):
+            if any(
+                one.requires_grad != tensor.requires_grad
+                for one, tensor in zip(inputs.static, call.tensors, strict=True)
+            ):
+                raise Uncapturable("it has an argument require a gradient that did not; do so outside of the step")
+            later = LaterBackward(leaves, inputs.static, weights_behind(leaves))
+            if later.has_hooks():
+                raise Uncapturable(HOOKS_ON_WEIGHTS)
+            later.captured(*capture(later.go_back, eager.stream, None, is_tidied=False, pool=graph.pool()))
+        elif any(tensor.requires_grad for tensor in call.tensors):
+            raise Uncapturable("an argument requires a gradient, which a replay would not hand back; detach it")
     except Uncapturable:
         for restore in (gradients.restore, *restores):
             restore()
@@ -374,9 +427,10 @@ def capture_call(
     inputs.note_writes()
     held = gradients.held()
     gradients.restore()  # nothing has run yet: those that the step will leave behind hold no values
-    return CapturedCall(graph, inputs, outputs, held, [*alive, constants.kept], CallPattern(call))
+    return CapturedCall(graph, inputs, outputs, held, [*alive, constants.kept], CallPattern(call), later)
 
 
+HOOKS_ON_WEIGHTS = "a weight has a hook on its gradient, and the backward pass comes after the call"
 HOST_COPY = "the host waits for the device or copies from pageable memory"
 LEGACY_STREAM = "legacy stream depend on a capturing"
 """What CUDA says of a capture that waits for the default stream."""
@@ -404,14 +458,14 @@ class Uncapturable(Exception):  # noqa: N818 -- it is a finding, and always caug
 
 
 def capture(
-    run: Callable[[], Any], stream: torch.cuda.Stream, code: CodeType | None, is_tidied: bool = True
+    run: Callable[[], Any], stream: torch.cuda.Stream, code: CodeType | None, is_tidied: bool = True, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of what `run` enqueues, and what it returned. After an exception nothing is captured.
 
     `code`: of the step that it runs. `is_tidied`: whether garbage is collected and unused memory given back first,
-    which takes a while.
+    which takes a while. `pool`: memory that it shares with another graph.
     """
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    graph, pool = torch.cuda.CUDAGraph(), pool or torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     if is_tidied:
         gc.collect()

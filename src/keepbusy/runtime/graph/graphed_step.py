@@ -24,10 +24,11 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
 from keepbusy.runtime.graph.captured_call import (
+    HOOKS_ON_WEIGHTS,
     HOST_COPY,
     LEGACY_STREAM,
     CapturedCall,
@@ -55,11 +56,14 @@ from keepbusy.runtime.graph.participants import Gradients, HeldGradient, HeldSch
 from keepbusy.runtime.graph.reachable import exchange_memory, is_alone
 from keepbusy.runtime.graph.replay_check import (
     COMPARED_FIRST,
+    StepState,
     WrittenTensors,
+    gradients_compared,
     is_compared,
     replay_compared,
 )
 from keepbusy.runtime.graph.user_lines import LaunchedLines, LineTracer, code_of, depth_of_user
+from keepbusy.runtime.graph_of_modules import CalledModules, GraphedModules, meets_other_ranks
 from keepbusy.runtime.module_parts import submodules
 from keepbusy.runtime.tensor_kinds import flatten_result
 
@@ -70,7 +74,8 @@ GRAPHS_PER_STEP = 8
 UNSTEADY_CALLS = 4
 """So many calls of a kind may change something on the host that none before them changed."""
 BOUND_TO_OTHERS = "what it binds anew has another shape now"
-BACKWARD_LATER = "its backward pass comes later, where a replay has no part; call backward inside the step"
+_AGAIN = object()
+"""In the kind of a call: the graph of its kind is awaited, so it takes another."""
 
 
 class _KeptSettings(NamedTuple):
@@ -244,8 +249,8 @@ class Rehearsal:
     2. The host's state is read before and after. What differs, a replay would leave undone.
     3. If something differed, the step is traced to find the line. If not, it is captured from here on.
 
-    Results are like those of a replay: without the graph of their gradients. `finding` says why the step cannot be
-    captured, once that is known.
+    Results are like those of a replay: without the graph of their gradients, unless the backward pass comes later.
+    `finding` says why the step cannot be captured, once that is known.
     """
 
     def __init__(self, eager: EagerStream) -> None:
@@ -269,14 +274,14 @@ class Rehearsal:
         """One eager call."""
         if self._eager.bound is not None and not self._eager.bound.fits():
             self.finding, self._eager.bound = BOUND_TO_OTHERS, None
-            return detached(self._eager.run(call))
+            return self._eagerly(call)
         with self._eager.kept_in_place():
             return self._run(call)
 
     def _run(self, call: StepCall) -> Any:
         self._numbers = [*self._numbers[-2:], call.numbers()]
         if not self._calls:
-            return self._find_line(call) if self._changes else detached(self._eager.run(call))
+            return self._find_line(call) if self._changes else self._eagerly(call)
         if self._calls[0] == self._second_call:
             self._find_names()
         with HeldSchedules().holding() if self.holds else nullcontext():
@@ -286,15 +291,9 @@ class Rehearsal:
 
     def _first_call(self, call: StepCall) -> Any:
         places = call.places()
-        with self.participants.watching() as gradients:
-            returned = self._eager.run(call)
+        returned = self._eagerly(call)
         self._returned = (call.kind, constants_of(returned))
-        distributed = [
-            type(module).__name__
-            for module in self.participants.modules
-            if isinstance(module, torch.nn.parallel.DistributedDataParallel)
-            or hasattr(module, "set_requires_all_reduce")
-        ]
+        distributed = [type(module).__name__ for module in self.participants.modules if meets_other_ranks(module)]
         if distributed:
             self.finding = f"it runs {distributed[0]}, whose collectives are not captured"
         elif call.changed():
@@ -303,14 +302,12 @@ class Rehearsal:
             self.finding = (
                 "it binds an argument to new memory, where a replay goes on with the old; write to it in place"
             )
-        return returned if self.finding else self._result(returned, gradients)
+        return returned
 
-    def _result(self, returned: Any, gradients: Gradients) -> Any:
-        """What the caller gets: as a replay would return it, or as it is where no replay can."""
-        if gradients.may_go_back(flatten_result(returned)[0]):
-            self.finding = BACKWARD_LATER
-            return returned
-        return detached(returned)
+    def _eagerly(self, call: StepCall) -> Any:
+        with self.participants.watching() as gradients:
+            returned = self._eager.run(call)
+        return as_replayed(returned, gradients)
 
     def _find_names(self) -> None:
         step = self._eager.step
@@ -326,7 +323,7 @@ class Rehearsal:
     def _second_call(self, call: StepCall) -> Any:
         before, self._seen = self.host.read(), call.kind
         with self.participants.watching() as gradients, self.written.watching():
-            returned = self._result(self.worth.time_eager(lambda: self._eager.run(call)), gradients)
+            returned = as_replayed(self.worth.time_eager(lambda: self._eager.run(call)), gradients)
         # before the loop clears what the step has left
         self._trained = [gradient.leaf for gradient in gradients.held()]
         after = self.host.read()
@@ -366,9 +363,7 @@ class Rehearsal:
         traced, before = self._changes[0], self.host.read()
         tracer = LineTracer(self.host.reader(traced.key), code_of(self._eager.step))
         with self.participants.watching() as gradients:
-            returned = self._result(tracer.run(lambda: self._eager.run(call)), gradients)
-        if self.finding:
-            return returned
+            returned = as_replayed(tracer.run(lambda: self._eager.run(call)), gradients)
         again, known = changes_between(before, self.host.read()), {change.key for change in self._changes}
         if any(change.key == traced.key for change in again):
             self.finding = f"at {tracer.found} it {traced.why}" if tracer.found else f"it {traced.why}"
@@ -383,8 +378,12 @@ def constants_of(returned: Any) -> list[Any]:
     return [one for one in flatten_result(returned)[0] if type(one) in PLAIN]
 
 
+def as_replayed(returned: Any, gradients: Gradients) -> Any:
+    """As a replay would return it: without the graph of its gradients, unless a backward pass may still need that."""
+    return returned if gradients.may_go_back(flatten_result(returned)[0]) else detached(returned)
+
+
 def detached(returned: Any) -> Any:
-    """As a replay would return it: without the graph of its gradients."""
     leaves, spec = flatten_result(returned)
     return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
@@ -440,7 +439,7 @@ class StepGraphs:
         if current != self._stream:  # all calls share memory, so a call from another stream waits for the one before
             current.wait_stream(self._stream)
             self._stream = current
-        if self._recent is not None and self._key.is_as_remembered():
+        if self._recent is not None and not self._recent.is_awaited() and self._key.is_as_remembered():
             tensors = self._recent.pattern.tensors_of(given)
             if tensors is not None:
                 return self._replay(self._recent, given, tensors, self._is_in_place)
@@ -454,7 +453,11 @@ class StepGraphs:
         kind = (*call.kind, *self._key.kind())
         if kind not in self._capturable and self._is_brought_back(kind):
             kind = (*call.kind, *self._key.kind())
-        self._recent = captured = self._captured.get(kind)
+        captured = self._captured.get(kind)
+        while captured is not None and captured.is_awaited():
+            kind = (*kind, _AGAIN)
+            captured = self._captured.get(kind)
+        self._recent = captured
         if captured is not None:
             self._is_in_place = self._key.has_in_place(captured.gradients)
             return self._replay(captured, given, call.tensors, self._is_in_place)
@@ -499,23 +502,26 @@ class StepGraphs:
     def _replay(self, captured: CapturedCall, given: Any, tensors: list[Tensor], is_in_place: bool) -> Any:
         self._rates.send()
         captured.replays += 1
-        if is_compared(captured.replays) or captured.is_doubted:
+        later = captured.later
+        if later is not None and (later.finding or later.has_hooks()):
+            raise Uncapturable(later.finding or HOOKS_ON_WEIGHTS)
+        if is_compared(captured.replays) or captured.is_doubted or (later is not None and later.is_doubted):
             return self._with_schedules(lambda: self._compare(captured, StepCall(given[0], given[1], self._changing)))
         self._tally["replayed"] += 1
+        if later is not None:
+            return captured.replay_before_backward(tensors, self._made_again(given))
         returned = captured.replay(tensors, is_in_place)
         for step in captured.schedules:
             step()
         return returned
 
     def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
+        def eagerly(one: StepCall) -> Any:
+            returned = self._worth.time_eager(lambda: self._as_written(one))
+            return returned if captured.later is not None else detached(returned)
+
         try:
-            returned, finding = replay_compared(
-                captured,
-                call,
-                lambda one: detached(self._worth.time_eager(lambda: self._as_written(one))),
-                self._written,
-                self._host,
-            )
+            returned, finding = replay_compared(captured, call, eagerly, self._written, self._host)
         except torch.OutOfMemoryError:
             if captured.replays <= COMPARED_FIRST:
                 raise Uncapturable("there is too little memory to compare a replay with an eager call") from None
@@ -526,7 +532,10 @@ class StepGraphs:
         if captured.is_doubted:
             self.finding = finding
         captured.is_doubted = bool(finding)  # sums in no order may be far apart once: what is wrong is so again
-        return returned
+        if captured.later is None or finding:
+            return returned
+        labels = {id(tensor): label for label, tensor in self._written.split()[0]}
+        return gradients_compared(captured.later, returned, call.tensors, labels)
 
     def _with_schedules(self, run: Callable[[], Any]) -> Any:
         """They step once it is over, and the host's state has been compared."""
@@ -540,6 +549,22 @@ class StepGraphs:
         """Optimizers as the user made them, and memory as it was."""
         self._rates.count_on_host()
         self._captured, self._recent = {}, None
+
+    def _made_again(self, given: Any) -> Callable[[], Any]:
+        """Runs a call once more from the random numbers that there are now, and leaves no other trace."""
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        random = generator.get_state()
+
+        def run() -> Any:
+            state = StepState([tensor for _, tensor in self._written.split()[0]], self._written.leaves())
+            generator.set_state(random)
+            try:
+                with torch.enable_grad():
+                    return self._as_written(StepCall(given[0], given[1], self._changing))
+            finally:
+                state.restore()
+
+        return run
 
     def _as_written(self, call: StepCall) -> Any:
         with self._rates.on_device():
@@ -567,10 +592,6 @@ class StepGraphs:
         before = self._host.read()
         with self._participants.watching() as gradients, self._written.watching():
             returned = self._eager(call)
-        if gradients.may_go_back(flatten_result(returned)[0]):
-            self._capturable[kind] = False
-            self._warn(f"eagerly for some arguments: {BACKWARD_LATER}")
-            return returned
         changes, known = changes_between(before, self._host.read()), self._changed.get(kind, set())
         self._unsteady[kind] += bool(changes)
         again = next((change for change in changes if change.key in known), None)
@@ -582,7 +603,7 @@ class StepGraphs:
         self._changed[kind] = {change.key for change in changes}
         self._key.add([gradient.leaf for gradient in gradients.held()])
         self._key.remember_places()
-        return detached(returned)
+        return as_replayed(returned, gradients)
 
     def _takes_in_more(self, call: StepCall, kind: Any) -> bool:
         """Whether graphs take in floats from here on of which they kept a value each: nothing else is new."""
@@ -619,6 +640,8 @@ class StepGraphs:
         else:
             captured.schedules, captured.read = [*self._schedules.steps], self._key.named()
             self._captured[kind] = captured
+        if captured.later is not None:
+            return captured.replay_before_backward(call.tensors, self._made_again(call.given))
         return captured.replay_filled(call.tensors)
 
     def _captured_once(self, call: StepCall, alive: list[Any]) -> CapturedCall:
@@ -676,6 +699,8 @@ class Graphed(Generic[P, R]):
     """Makes the step one that is captured in parts, where it cannot be captured whole."""
     whole: Graphed[..., Any] | None = None
     """The step that this is a part of."""
+    instead: Callable[[], None] | None = None
+    """What is done once it is known that it cannot be captured."""
 
     def __init__(self, step: Callable[P, R]) -> None:
         functools.update_wrapper(self, step)
@@ -687,6 +712,7 @@ class Graphed(Generic[P, R]):
         """The step with each of the objects that it was given."""
         self._recent_bound: tuple[list[Any], Any] = ([], None)
         self._parts: DividedStep | None = None
+        self._modules: GraphedModules | None = None
         self._staying = set[int]()
         """Lines that no part may hold."""
         self._call: Callable[..., Any] = self._first
@@ -709,7 +735,9 @@ class Graphed(Generic[P, R]):
     def _all_parts(self) -> list[Graphed[..., Any]]:
         """Those that its calls with other objects have been divided into among them."""
         steps: list[Graphed[..., Any]] = [self, *self._bound.values()]
-        return [part for one in steps if one._parts is not None for part in one._parts.graphed]
+        parts = [part for one in steps if one._parts is not None for part in one._parts.graphed]
+        modules = [made for one in steps if one._modules is not None for made in one._modules.graphed]
+        return parts + [made for made in modules if made.calls]
 
     def report(self) -> str:
         """How its calls were run, and why not otherwise."""
@@ -727,10 +755,13 @@ class Graphed(Generic[P, R]):
         elif self._arguments:
             self._call = self._with_bound
         else:
-            self._eager_stream = EagerStream(self._step)
-            self._rehearsal = Rehearsal(self._eager_stream)
-            self._call = self._rehearse
+            self._begin()
         return self._call(*arguments, **options)
+
+    def _begin(self) -> None:
+        self._eager_stream = EagerStream(self._step)
+        self._rehearsal = Rehearsal(self._eager_stream)
+        self._call = self._rehearse
 
     def _with_bound(self, *arguments: Any, **options: Any) -> Any:
         """With other objects it is another step."""
@@ -745,6 +776,9 @@ class Graphed(Generic[P, R]):
                 for graphed in self._bound.values():
                     graphed.release()
                 self._bound.clear()
+                if all(isinstance(leaf, Tensor) for leaf in tree_leaves(bound)):  # inputs with gradients of their own
+                    self._begin()
+                    return self._call(*arguments, **options)
                 self._give_up("it is given other objects again and again; pass it tensors, and what stays the same")
                 return self._eager(*arguments, **options)
             graphed = self._bound[key] = Graphed(self._arguments.bind(self._step, arguments, options))
@@ -798,8 +832,10 @@ class Graphed(Generic[P, R]):
         if self.whole is not None and line:
             self._give_up(reason)
             self.whole._divide_anew(line)
-        elif self.divide is None or code is None or reason == BACKWARD_LATER:
+        elif self.divide is None or code is None:
             self._give_up(reason)
+            if self.instead is not None:
+                self.instead()
         else:
             self._staying.add(line)
             self._call = functools.partial(self._eager_divided, code, reason)
@@ -813,19 +849,33 @@ class Graphed(Generic[P, R]):
 
     def _eager_divided(self, code: CodeType, reason: str, /, *arguments: Any, **options: Any) -> Any:
         is_first, self._call = self._parts is None, self._eager
-        with LaunchedLines(code) as lines:
+        with CalledModules() as called, LaunchedLines(code) as lines:
             returned = self._eager(*arguments, **options)
         lines.staying |= self._staying
         self._parts = self.divide(self._step, lines) if self.divide is not None else None
-        if self._parts is None:
+        if self._modules is None:
+            self._modules = GraphedModules(called.step, self._graph_of_module)
+        if self._parts is None and not self._modules:
             self._give_up(reason)
             return returned
-        for part in self._parts.graphed:
+        for part in self._parts.graphed if self._parts is not None else ():
             part.warns, part.whole = False, self
-        self._call = self._parts.run
+        self._call = functools.partial(self._with_modules, self._eager if self._parts is None else self._parts.run)
         if is_first:
-            self._warn(f"in parts: {reason}")
+            self._warn(f"module by module: {reason}" if self._parts is None else f"in parts: {reason}")
         return returned
+
+    def _graph_of_module(self, forward: Callable[..., Any], name: str) -> Graphed[..., Any]:
+        made = Graphed(forward)
+        made.name, made.warns = f"{name} of {self.name}", False
+        return made
+
+    def _with_modules(self, run: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        """What no part holds may still call modules that have graphs."""
+        if not self._modules:
+            return run(*arguments, **options)
+        with self._modules.standing_in():
+            return run(*arguments, **options)
 
     def _give_up(self, reason: str) -> None:
         self._warn(f"eagerly: {reason}")

@@ -202,6 +202,12 @@ class Gradients:
                 self._found.append((weakref.ref(leaf), leaf.grad, _version(leaf.grad)))
 
 
+def weights_behind(results: Iterable[Any]) -> list[Tensor]:
+    """The tensors that would gather gradients in a backward pass from these."""
+    ends = [one.grad_fn for one in results if isinstance(one, Tensor) and one.grad_fn is not None]
+    return [node.variable for node in _nodes_behind(ends) if type(node).__name__ == "AccumulateGrad"]
+
+
 def _nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
     """These nodes of a graph of gradients, and all that they lead to."""
     ahead = [*nodes]

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall, sync_mode
 from keepbusy.runtime.graph.host_state import HostState, changes_between
 from keepbusy.runtime.graph.names_read import is_a
 from keepbusy.runtime.graph.participants import Participants
 from keepbusy.runtime.graph.reachable import bytes_of, content_sum, has_memory, writes_to
+from keepbusy.runtime.later_backward import Gradients, LaterBackward, OneOperation, gradients_of
 from keepbusy.runtime.tensor_kinds import flatten_result
 
 COMPARED_FIRST = 3
@@ -156,8 +157,15 @@ class StepState:
         torch.cuda.set_rng_state(self._random)
 
 
-class Outcome:
-    """What a call made: results, tensors that it writes to, gradients and random numbers, by name."""
+class NamedResults:
+    """Values by what a person calls them."""
+
+    def __init__(self, named: list[tuple[str, Any]]) -> None:
+        self.named = named
+
+
+class Outcome(NamedResults):
+    """What a call made: results, tensors that it writes to, gradients and random numbers."""
 
     def __init__(self, returned: Any, tensors: list[tuple[str, Tensor]], leaves: list[Tensor], is_kept: bool) -> None:
         results, self.spec = flatten_result(returned)
@@ -211,30 +219,81 @@ def _compared(
     made = Outcome(returned, tensors, leaves, is_kept=False)
     if replayed.spec != made.spec:
         return returned, "what it returns is not always built alike"
-    differing = [place for place in _differing(replayed, made) if not _is_rounding(place, replayed, made)]
-    if differing:
+
+    def again() -> Outcome:
+        before.restore()
+        return Outcome(captured.replay(call.tensors), tensors, leaves, is_kept=False)
+
+    if _places_that_differ(made, replayed):
         after, made = StepState(held, leaves), Outcome(returned, tensors, leaves, is_kept=True)
-        spread: dict[int, float] = {}
-        for _ in range(_MOST_REPLAYS):
-            before.restore()
-            again = Outcome(captured.replay(call.tensors), tensors, leaves, is_kept=False)
-            differing = [place for place in differing if not _varies(place, replayed, made, again, spread)]
-            if not differing:
-                break
+        finding = difference(made, replayed, again)
         after.restore()
-    if not differing:
+    else:
+        finding = ""
+    if not finding:
         captured.take_gradients()
-        return returned, ""
-    (label, value), (_, other) = made.named[differing[0]], replayed.named[differing[0]]
-    distance = _distance(value, other)
+    return returned, finding
+
+
+def gradients_compared(later: LaterBackward, returned: Any, tensors: list[Tensor], labels: dict[int, str]) -> Any:
+    """What an eager call returned, whose backward pass is compared with a replay from the same gradients of results."""
+    leaves, spec = flatten_result(returned)
+    outputs, sources = later.outputs_of_leaves(leaves), later.sources(tensors)
+    call = later.replayed(lambda: outputs, sources)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+
+    def named(gradients: Gradients) -> NamedResults:
+        known = [f"`{labels[id(one)]}`" if id(one) in labels else "an argument or a weight" for one in sources]
+        return NamedResults([(f"the gradient of {label}", one) for label, one in zip(known, gradients, strict=True)])
+
+    def go_back(given: Gradients) -> Gradients:
+        if torch.is_grad_enabled() or not later.is_last(call):
+            return call.go_back(given)
+        before = generator.get_state()
+        made = gradients_of(outputs, sources, given)
+        after = generator.get_state()
+
+        def replay() -> NamedResults:
+            generator.set_state(before)
+            return named(later.replay(given))
+
+        with sync_mode("default"):
+            later.note(difference(named(made), replay(), replay))
+        generator.set_state(after)
+        call.is_over = True
+        return made
+
+    results = OneOperation.apply(lambda: ([output.detach() for output in outputs], go_back), *sources)
+    for place, result in zip(later.places, results, strict=True):
+        leaves[place] = result
+    return tree_unflatten(leaves, spec)
+
+
+def difference(made: NamedResults, replayed: NamedResults, again: Callable[[], NamedResults]) -> str:
+    """Why what was replayed cannot stand in for what an eager call made; "" where they are the same, or as far apart
+    as replays are among themselves."""
+    differing, spread = _places_that_differ(made, replayed), dict[int, float]()
+    for _ in range(_MOST_REPLAYS):
+        if not differing:
+            return ""
+        other = again()
+        differing = [place for place in differing if not _varies(place, replayed, made, other, spread)]
+    if not differing:
+        return ""
+    (label, value), (_, other_value) = made.named[differing[0]], replayed.named[differing[0]]
+    distance = _distance(value, other_value)
     by = "" if distance == float("inf") else f" by up to {distance:.2g}"
-    return returned, (
+    return (
         f"a replay and an eager call from the same state differ in {label}{by}, "
         "so the step depends on something that no replay renews"
     )
 
 
-def _differing(one: Outcome, other: Outcome) -> list[int]:
+def _places_that_differ(made: NamedResults, replayed: NamedResults) -> list[int]:
+    return [place for place in _differing(replayed, made) if not _is_rounding(place, replayed, made)]
+
+
+def _differing(one: NamedResults, other: NamedResults) -> list[int]:
     """Places of values that differ. What was compared on the GPU is read at once: one wait, however many there are."""
     pairs = [(value, made) for (_, value), (_, made) in zip(one.named, other.named, strict=True)]
     small = [place for place, pair in enumerate(pairs) if _are_small_and_alike(*pair)]
@@ -277,7 +336,7 @@ def _same_bits(one: Any, other: Any) -> Any:
     return same if same.is_cuda else bool(same)
 
 
-def _is_rounding(place: int, replayed: Outcome, made: Outcome) -> bool:
+def _is_rounding(place: int, replayed: NamedResults, made: NamedResults) -> bool:
     """Whether both are what the same numbers add up to in two orders. In sixteen bits a rounding hides too much."""
     one, other = replayed.named[place][1], made.named[place][1]
     distance = _distance(one, other)
@@ -286,7 +345,9 @@ def _is_rounding(place: int, replayed: Outcome, made: Outcome) -> bool:
     return distance <= AS_FAR * torch.finfo(one.dtype).eps * float(other.detach().abs().max())
 
 
-def _varies(place: int, replayed: Outcome, made: Outcome, again: Outcome, spread: dict[int, float]) -> bool:
+def _varies(
+    place: int, replayed: NamedResults, made: NamedResults, again: NamedResults, spread: dict[int, float]
+) -> bool:
     """Whether replays differ among themselves, and the eager call from them by little more."""
     first, eager, other = [outcome.named[place][1] for outcome in (replayed, made, again)]
     if _same_bits(eager, other):
