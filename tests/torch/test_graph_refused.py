@@ -188,6 +188,29 @@ def test_what_is_computed_beside_the_loss_goes_back_no_more() -> None:
     assert train.replays
 
 
+def test_what_the_step_makes_and_asks_gradients_of_is_no_state() -> None:
+    """As of a critic with a gradient penalty: the returned loss keeps it alive until the step is over."""
+    found = []
+    for wrap in (graph, lambda step: step):
+        model = net()
+        optimizer = adam(model)
+
+        def train(x, y, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            between = (x * 0.5).requires_grad_()
+            [slope] = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+            loss = cross_entropy(model(x), y) + (slope.norm(dim=1) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = wrap(train)
+        losses = [step(x, y).item() for x, y in batches(14)]
+        assert wrap is not graph or step.replays > 5
+        found.append(torch.tensor([*losses, model.first.weight.sum().item()]))
+    assert torch.allclose(*found, rtol=1e-4)
+
+
 class Agent:
     """Its own method is called like one of the optimizer's, and fills a memory."""
 

@@ -405,7 +405,7 @@ def capture_call(
 
     later: LaterBackward | None = None
     try:
-        with participants.watching() as gradients:
+        with participants.watching(is_captured=True) as gradients:
             graph, returned = capture(run, eager.stream, code_of(eager.step))
         outputs, leaves = Outputs(returned), flatten_result(returned)[0]
         if gradients.may_go_back(leaves):

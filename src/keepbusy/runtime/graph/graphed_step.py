@@ -306,8 +306,7 @@ class Rehearsal:
 
     def _eagerly(self, call: StepCall) -> Any:
         with self.participants.watching() as gradients:
-            returned = self._eager.run(call)
-        return as_replayed(returned, gradients)
+            return as_replayed(self._eager.run(call), gradients)
 
     def _find_names(self) -> None:
         step = self._eager.step
@@ -591,7 +590,7 @@ class StepGraphs:
             return self._eager(call)
         before = self._host.read()
         with self._participants.watching() as gradients, self._written.watching():
-            returned = self._eager(call)
+            returned = as_replayed(self._eager(call), gradients)
         changes, known = changes_between(before, self._host.read()), self._changed.get(kind, set())
         self._unsteady[kind] += bool(changes)
         again = next((change for change in changes if change.key in known), None)
@@ -603,7 +602,7 @@ class StepGraphs:
         self._changed[kind] = {change.key for change in changes}
         self._key.add([gradient.leaf for gradient in gradients.held()])
         self._key.remember_places()
-        return as_replayed(returned, gradients)
+        return returned
 
     def _takes_in_more(self, call: StepCall, kind: Any) -> bool:
         """Whether graphs take in floats from here on of which they kept a value each: nothing else is new."""

@@ -48,8 +48,9 @@ class Participants:
         self._leaves: dict[int, Tensor] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[Gradients]:
-        """Meanwhile whoever takes part is noted. The gradients are those that there are as it begins."""
+    def watching(self, is_captured: bool = False) -> Iterator[Gradients]:
+        """Meanwhile whoever takes part is noted. The gradients are those that there are as it begins. `is_captured`:
+        all tensors that gather gradients are known by now but those that the step makes itself."""
         gradients = Gradients(self.gathering())
 
         scheduled: list[LRScheduler] = []
@@ -84,7 +85,8 @@ class Participants:
                 hook.remove()
             alive = [module for ref in called.values() if (module := ref()) is not None]
             self.modules |= dict.fromkeys(alive)  # others, as a loss's, are made and gone within each call
-            self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
+            if not is_captured:
+                self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
 
     def _note_scaler(self, scaler: torch.amp.GradScaler, optimizer: Optimizer | None) -> None:
         if scaler.is_enabled():  # else it has no state
