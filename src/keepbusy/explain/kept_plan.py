@@ -60,8 +60,8 @@ class KeptPlan:
 def _planned(one: Mapping[str, Any]) -> PlannedFix:
     where = tuple(Where(file, line, exact=exact) for file, line, exact in one["where"])
     captured = tuple(
-        CapturedLines(file, function, tuple((line, count) for line, count in launching), *map(tuple, others[:3]))
-        for file, function, launching, *others in one["captured"]
+        CapturedLines(file, function, tuple(map(tuple, launching)), tuple(staying), tuple(fed), tuple(masked))
+        for file, function, launching, staying, fed, masked, *_ in one["captured"]
     )
     return PlannedFix(
         one["fix"],
