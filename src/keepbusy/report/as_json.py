@@ -19,7 +19,7 @@ from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import Cluster, Part, PlainRun
 
 VERSION = 2
-"""2: the verdict comes first, and a fix of the plan has its `name`, `code`, `predicted`, `run` and `blockers`."""
+"""2: the verdict comes first, and each fix of the plan has `name`, `code`, `predicted`, `run` and `blockers`."""
 COMPARISON_VERSION = 1
 
 
@@ -49,20 +49,20 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         "noise": milliseconds(diagnosis.noise),
         "causes": [_cause(cause) for cause in diagnosis.causes],
         "harmless": [
-            {"cause": one.cause, **_spot(one.where), "count": _count(one.count), "why": one.why}
-            for one in diagnosis.harmless
+            {"cause": harmless.cause, **_spot(harmless.where), "count": _count(harmless.count), "why": harmless.why}
+            for harmless in diagnosis.harmless
         ],
         "late": [
-            {"rank": int(one.rank), "late": milliseconds(one.late), "cause": one.cause, **_spot(one.where)}
-            for one in diagnosis.late
+            {"rank": int(late.rank), "late": milliseconds(late.late), "cause": late.cause, **_spot(late.where)}
+            for late in diagnosis.late
         ],
         "fixed": list(diagnosis.fixed),
         **_predicted(diagnosis.predicted),
         "notes": list(diagnosis.notes),
         "run": run_as_json(diagnosis.run),
         "loops": [
-            {"where": one.place, "turns": one.turns or None, "diagnosis": as_object(one.diagnosis)}
-            for one in diagnosis.loops
+            {"where": loop.place, "turns": loop.turns or None, "diagnosis": as_object(loop.diagnosis)}
+            for loop in diagnosis.loops
         ],
         "plain_runs": [_plain_run(rank, run) for rank, run in sorted(diagnosis.plain_runs.items())],
         "cluster": _cluster(diagnosis.cluster) if diagnosis.cluster else None,
@@ -73,12 +73,12 @@ def as_object(diagnosis: Diagnosis) -> dict[str, Any]:
         }
         if ended
         else None,
-        "races": [_race(one) for one in diagnosis.races],
+        "races": [_race(race) for race in diagnosis.races],
     }
 
 
 def milliseconds(time: int) -> float:
-    """To the nanosecond, so that sums hold."""
+    """Rounded to the nanosecond, so that sums stay exact."""
     return round(int(time) / 1e6, 6)
 
 
@@ -94,27 +94,27 @@ def _count(count: float) -> float:
     return round(float(count), 3)
 
 
-def _same(one: object, *names: str) -> dict[str, Any]:
+def _same(source: object, *names: str) -> dict[str, Any]:
     """Attributes under their own names."""
-    return {name: getattr(one, name) for name in names}
+    return {name: getattr(source, name) for name in names}
 
 
-def _times(one: object, *names: str) -> dict[str, float | None]:
+def _times(source: object, *names: str) -> dict[str, float | None]:
     """Attributes that are times, under their own names, in milliseconds."""
-    return {name: _known(getattr(one, name)) for name in names}
+    return {name: _known(getattr(source, name)) for name in names}
 
 
-def _predicted(one: Prediction | None) -> dict[str, float | None]:
-    return {f"predicted_{name}": _known(getattr(one, name, NONE)) for name in ("step", "low", "high")}
+def _predicted(prediction: Prediction | None) -> dict[str, float | None]:
+    return {f"predicted_{name}": _known(getattr(prediction, name, NONE)) for name in ("step", "low", "high")}
 
 
 def _spot(where: Where) -> dict[str, Any]:
-    """A place as a text, and all that is known of it."""
+    """A place as a text and as an object."""
     return {"where": str(where), "place": _place(where)}
 
 
 def _place(where: Where) -> dict[str, Any]:
-    """All that is known of a place; `exact` tells whether the line is the call's own."""
+    """`exact`: the line is the call's own."""
     facts = _same(where, "file", "function", "operator", "around", "library")
     return facts | {"line": int(where.line), "exact": bool(where.exact)}
 
@@ -137,13 +137,13 @@ def _cause(cause: Cause) -> dict[str, Any]:
 
 
 def planned(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """The plan: iterations in milliseconds, the run in seconds, before and after each fix."""
+    """The plan, with the time of an iteration (milliseconds) and of the run (seconds) before and after each fix."""
     rows = {row.fix.named: row for row in planned_rows(diagnosis)}
     return [_fix(fix, rows.get(fix.named)) for fix in diagnosis.plan]
 
 
 def _fix(fix: PlannedFix, row: PlanRow | None) -> dict[str, Any]:
-    """`row`: where it is listed in reports; else it saves too little of the run."""
+    """`row` is None if the fix saves too little of the run to be listed in reports."""
     predicted, before = fix.predicted, fix.predicted.step + fix.gain
     after, low, high = (
         (predicted.step, predicted.low, predicted.high) if row is None else (row.after, row.low, row.high)
@@ -173,7 +173,7 @@ def _fix(fix: PlannedFix, row: PlanRow | None) -> dict[str, Any]:
 
 
 def run_as_json(run: Part | None) -> dict[str, Any] | None:
-    """The tree: times in seconds, of a turn in milliseconds."""
+    """The tree of the run's parts. Times are seconds; those of an iteration are milliseconds."""
     if run is None:
         return None
     return {
@@ -189,13 +189,13 @@ def run_as_json(run: Part | None) -> dict[str, Any] | None:
         **_times(run, "turn", "low", "high"),
         "warm_up": {"turns": run.warm_up, "time": _seconds(run.warm_up_time)},
         "kinds": [
-            _same(one, "count", "every", "regular")
-            | {"longer": _known(one.longer), "total": _seconds(one.total), "where": one.place}
-            for one in run.kinds
+            _same(slow, "count", "every", "regular")
+            | {"longer": _known(slow.longer), "total": _seconds(slow.total), "where": slow.place}
+            for slow in run.kinds
         ],
         "lines": [
-            {"where": one.place, "time": _seconds(one.time), "idle": _seconds(one.idle), "call": one.call}
-            for one in run.lines
+            {"where": line.place, "time": _seconds(line.time), "idle": _seconds(line.idle), "call": line.call}
+            for line in run.lines
         ],
         "parts": [run_as_json(part) for part in run.parts],
     }
@@ -226,17 +226,17 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
         **_times(cluster, "step", "typical"),
         "stragglers": [
             {
-                "host": one.host,
-                "ranks": list(one.ranks),
-                "late": milliseconds(one.late),
-                "cause": "computing" if one.computing else "host_work",
-                "step_without": milliseconds(one.left),
+                "host": straggler.host,
+                "ranks": list(straggler.ranks),
+                "late": milliseconds(straggler.late),
+                "cause": "computing" if straggler.computing else "host_work",
+                "step_without": milliseconds(straggler.left),
             }
-            for one in cluster.stragglers
+            for straggler in cluster.stragglers
         ],
         "ranks": [
-            _same(one, "rank", "host", "last", "kind") | _times(one, "own", "computing", "waits", "behind")
-            for one in cluster.ranks
+            _same(rank, "rank", "host", "last", "kind") | _times(rank, "own", "computing", "waits", "behind")
+            for rank in cluster.ranks
         ],
     }
 
@@ -250,22 +250,22 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
         "step": _change(comparison.step),
         "ledger": {name: _change(change) for name, change in comparison.ledger.items()},
         "causes": [
-            _same(one, "cause", "verdict")
-            | {"predicted_gain": _change(one.predicted_gain), "wait": _change(one.wait)}
-            | _spot(one.where)
-            for one in comparison.causes
+            _same(change, "cause", "verdict")
+            | {"predicted_gain": _change(change.predicted_gain), "wait": _change(change.wait)}
+            | _spot(change.where)
+            for change in comparison.causes
         ],
         **_predicted(comparison.predicted),
         "notes": list(comparison.notes),
         "plan": [
             {
-                "fix": one.fix.fix,
-                "where": [str(where) for where in one.fix.where],
-                "gain": milliseconds(one.fix.gain),
-                "step": milliseconds(one.fix.predicted.step),
-                "made": one.made,
+                "fix": outcome.fix.fix,
+                "where": [str(where) for where in outcome.fix.where],
+                "gain": milliseconds(outcome.fix.gain),
+                "step": milliseconds(outcome.fix.predicted.step),
+                "made": outcome.made,
             }
-            for one in comparison.plan
+            for outcome in comparison.plan
         ],
         "foretold_step": milliseconds(comparison.foretold.step) if comparison.foretold else None,
         "run": {

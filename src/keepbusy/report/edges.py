@@ -1,4 +1,4 @@
-"""What a drawing has between its boxes: which row waits for which, and, where a race is, which one should."""
+"""The edges of a drawing: which row waits for which, and where a race shows that a row should wait."""
 
 from __future__ import annotations
 
@@ -13,63 +13,62 @@ from keepbusy.timeline.races import DataRace, RacingUse
 
 
 class MissingEdge(NamedTuple):
-    """Nothing puts the first row before the second, and the race needs that."""
+    """Two rows that race: the second must wait for the first, and nothing makes it wait."""
 
     first: int
     second: int
     race: DataRace
 
 
-def event_links(turns: Turns) -> Ints:
-    """Links by which a command, or the host, waits for a command of another stream. Two copies that share a copy engine
-    wait for each other as well: that is no event of the program's."""
-    spans, links = turns.timeline.spans, turns.timeline.links
-    ends = spans.take(links.source), spans.take(links.target)
-    source, target = ends
+def event_links(iterations: Turns) -> Ints:
+    """Links by which a command, or the host, waits for a command of another stream. Copies that share a copy engine
+    also wait for each other, but not because of an event, so they are left out."""
+    spans, links = iterations.timeline.spans, iterations.timeline.links
+    source, target = spans.take(links.source), spans.take(links.target)
     shares_engine = (source.kind == Kind.COPY) & (target.kind == Kind.COPY) & (source.direction == target.direction)
     between_lanes = (source.lane != target.lane) & (source.kind >= Kind.KERNEL)
     return np.flatnonzero((links.kind == LinkKind.ORDER) & between_lanes & ~shares_engine)
 
 
-def missing_edges(turns: Turns, races: Sequence[DataRace]) -> list[MissingEdge]:
-    """Of each race one, if both of its lines run in these iterations."""
-    found = [(race, _racing_rows(turns, race)) for race in races]
-    return [MissingEdge(*rows, race) for race, rows in found if rows is not None]
+def missing_edges(iterations: Turns, races: Sequence[DataRace]) -> list[MissingEdge]:
+    """One edge for each race both of whose lines run in these iterations."""
+    racing = [(race, _racing_rows(iterations, race)) for race in races]
+    return [MissingEdge(*rows, race) for race, rows in racing if rows is not None]
 
 
-def lines_of_rows(turns: Turns) -> Ints:
-    """Which of the places each row belongs to: of a command that which launched it."""
-    launches = turns.timeline.launches
-    place = turns.place.copy()
-    place[turns.timeline.on_device] = NONE
-    place[launches.target] = turns.place[launches.source]
+def lines_of_rows(iterations: Turns) -> Ints:
+    """The index of each row's place; a command has the place that launched it."""
+    launches = iterations.timeline.launches
+    place = iterations.place.copy()
+    place[iterations.timeline.on_device] = NONE
+    place[launches.target] = iterations.place[launches.source]
     return place
 
 
-def visits(turns: Turns) -> Ints:
-    """A number for each time that a thread comes to a line: its rows there, until another line has rows."""
-    number, timeline = np.full(len(turns.timeline), NONE, np.int64), turns.timeline
+def visits(iterations: Turns) -> Ints:
+    """A number for each visit of a thread to a line; a visit ends where another line has rows."""
+    number, timeline = np.full(len(iterations.timeline), NONE, np.int64), iterations.timeline
     for lane in range(len(timeline.lanes)):
         rows = timeline.rows_of(lane)
-        rows = rows[turns.place[rows] != NONE]
-        number[rows] = np.cumsum(np.diff(turns.place[rows], prepend=NONE) != 0)
+        rows = rows[iterations.place[rows] != NONE]
+        number[rows] = np.cumsum(np.diff(iterations.place[rows], prepend=NONE) != 0)
     return number
 
 
-def _racing_rows(turns: Turns, race: DataRace) -> tuple[int, int] | None:
-    """The first row of the second use that nothing orders behind the last one of the first use."""
-    first = np.flatnonzero(_is_use(turns, race.first))
-    for second in np.flatnonzero(_is_use(turns, race.second)).tolist():
+def _racing_rows(iterations: Turns, race: DataRace) -> tuple[int, int] | None:
+    """The first row of the second use that is not ordered after the first use, and the row before it that it races."""
+    first = np.flatnonzero(_is_use(iterations, race.first))
+    for second in np.flatnonzero(_is_use(iterations, race.second)).tolist():
         before = first[: np.searchsorted(first, second)]
-        if len(before) and not _is_ordered(turns, int(before[-1]), second):
+        if len(before) and not _is_ordered(iterations, int(before[-1]), second):
             return int(before[-1]), second
     return None
 
 
-def _is_use(turns: Turns, use: RacingUse) -> Mask:
-    """Rows of a line, on a stream or on the host. A race calls streams as the lanes of its run are called."""
-    is_place = np.array([*(str(place) == use.place for place in turns.places), False])  # the last one: NONE
-    on_line, timeline = is_place[lines_of_rows(turns)], turns.timeline
+def _is_use(iterations: Turns, use: RacingUse) -> Mask:
+    """Rows of a line, on a stream or on the host. A race names streams as the run names its lanes."""
+    is_place = np.array([*(str(place) == use.place for place in iterations.places), False])  # the last one: NONE
+    on_line, timeline = is_place[lines_of_rows(iterations)], iterations.timeline
     if not use.stream:
         return on_line & ~timeline.on_device
     stream = use.stream.removeprefix("the ")
@@ -77,9 +76,9 @@ def _is_use(turns: Turns, use: RacingUse) -> Mask:
     return on_line & is_stream[timeline.spans.lane]
 
 
-def _is_ordered(turns: Turns, first: int, second: int) -> bool:
-    """Whether in between the host waits for the first row's stream, or an event puts it before the second row."""
-    spans, links = turns.timeline.spans, turns.timeline.links.take(event_links(turns))
+def _is_ordered(iterations: Turns, first: int, second: int) -> bool:
+    """True if the host waits for the first row's stream in between, or an event orders the two rows."""
+    spans, links = iterations.timeline.spans, iterations.timeline.links.take(event_links(iterations))
     lane, awaits = spans.lane[first], spans.awaits[first:second]
     since = (links.source >= first) & (spans.lane[links.source] == lane) & (links.target <= second)
     reaches = (spans.lane[links.target] == spans.lane[second]) | (spans.kind[links.target] == Kind.SYNC)

@@ -1,4 +1,4 @@
-"""Where reports are laid out: rich's console as a sheet of paper, and a fallback for terminals that know ASCII only."""
+"""Lays out reports with rich's console, and falls back to ASCII for terminals that know nothing else."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ PLACE, GAIN, BROKEN = "cyan", "bold green", "bold red"
 
 
 WITHOUT_END = 5_000
-"""The width of a sheet on which no line is broken: for files and pipes."""
+"""A width at which no line is broken, for files and pipes."""
 
 
 def laid_out(
     parts: Iterable[RenderableType], width: int, colour: bool, unicode: bool = True, links: bool = False
 ) -> str:
-    """The sheet as text, without spaces at the ends of its lines. `links`: terminals open places that are clicked."""
+    """The report as text, without trailing spaces. `links` keeps the links that a terminal opens on a click."""
     written = io.StringIO()
-    sheet = Console(  # it interprets nothing: names of a trace may hold what looks like markup
+    console = Console(  # it interprets nothing: names in a trace may look like markup
         file=written,
         width=width,
         force_terminal=colour,
-        force_jupyter=False,  # in a notebook, too, a report is the text that it returns
+        force_jupyter=False,  # a notebook gets text, too
         no_color=not colour,
         color_system="auto" if colour else None,
         markup=False,
@@ -44,20 +44,20 @@ def laid_out(
         legacy_windows=False,
     )
     for part in parts:
-        # rich joins texts that it prints into one of its own, which is broken unless it is told so again
+        # rich copies a text before printing and forgets its `no_wrap`
         no_wrap = isinstance(part, Text) and part.no_wrap
-        sheet.print(part, crop=False, no_wrap=no_wrap, overflow="ignore" if no_wrap else None)
+        console.print(part, crop=False, no_wrap=no_wrap, overflow="ignore" if no_wrap else None)
     text = "\n".join(line.rstrip() for line in written.getvalue().splitlines())
     text = text if links else _LINK.sub("", text)
     return text if unicode else text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
 
 
 _LINK = re.compile(r"\x1b\]8;[^\x1b]*\x1b\\")
-"""OSC 8, as terminals know it."""
+"""OSC 8: a terminal's escape sequence for a link."""
 
 
 def link_to(where: Where) -> str:
-    """What a place's style has in addition, where its file is there."""
+    """The part of a style that links to the place, empty if the file does not exist."""
     try:
         path = Path(where.file)
         return f" link {path.resolve().as_uri()}#{where.line}" if where.file and path.is_file() else ""
@@ -66,7 +66,7 @@ def link_to(where: Where) -> str:
 
 
 def labelled(asides: Iterable[tuple[str, str]]) -> RenderableType:
-    """Sentences, each with a word in the margin. A line of code is never broken: it is there to be pasted."""
+    """Sentences, each with a word in the margin. A line of code is never broken, so that it can be pasted."""
     rows: list[RenderableType] = []
     for word, text in asides:
         if text.startswith("fix: "):

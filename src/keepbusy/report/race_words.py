@@ -13,19 +13,19 @@ from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, DataRace
 def sentence(race: DataRace) -> str:
     """`train.py:14 reads memory that train.py:11 may still be writing on stream copies.`"""
     first, second = _short(race.first.place), _short(race.second.place)
-    on = f" on {_stream(race.first.stream)}"
+    on_stream = f" on {_stream(race.first.stream)}"
     if race.kind == REUSED:
         may = "write" if race.first.writes else "read"
-        return f"{second} is given memory that was freed while {first} may still {may} it{on}."
+        return f"{second} is given memory that was freed while {first} may still {may} it{on_stream}."
     if race.kind == REFILLED:
         if not race.second.place:
-            return f"Pinned memory is changed while the copy at {first} may still read it{on}."
-        return f"{second} changes pinned memory that the copy at {first} may still read{on}."
+            return f"Pinned memory is changed while the copy at {first} may still read it{on_stream}."
+        return f"{second} changes pinned memory that the copy at {first} may still read{on_stream}."
     if race.kind == READ_EARLY:
-        return f"{second} reads what the copy at {first} may not have written yet{on}."
+        return f"{second} reads what the copy at {first} may not have written yet{on_stream}."
     does = "writes to" if race.second.writes else "reads"
     may = "writing" if race.first.writes else "reading"
-    return f"{second} {does} memory that {first} may still be {may}{on}."
+    return f"{second} {does} memory that {first} may still be {may}{on_stream}."
 
 
 def remedy(race: DataRace) -> str:
@@ -47,7 +47,7 @@ def in_short(races: Sequence[DataRace]) -> str:
 
 
 def paragraph(race: DataRace) -> Iterator[str]:
-    """All that is known of a race, a line each."""
+    """The lines of a race's paragraph in the report."""
     yield f"data race   {sentence(race)}"
     for use in (race.first, race.second):
         source = source_of(Where.of(use.place)) if use.place else None

@@ -1,7 +1,7 @@
-"""The program's own source: the line that a place speaks of, and the line to write for a cause, if the file is there.
+"""Lines of the program's source: the line of a place, and the line to write for a fix, if the file exists.
 
-A profiler's trace knows the function, not the line. Where that function calls what was seen in one line only, that line
-is offered as the likely one, and said to be no more than that.
+A profiler's trace knows the function, not the line. If only one line of that function calls the recorded operator,
+reports show that line as the likely one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALLS = {
     "cudaStreamSynchronize": {"synchronize"},
     "cudaEventSynchronize": {"synchronize"},
 }
-"""What a program may have written where the trace shows this operator; of others, their own name."""
+"""Names under which a program may have called an operator; other operators are called by their own name."""
 _BUILTIN = re.compile(r"<built-in (?:function|method) (\w+)")
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -38,11 +38,11 @@ class Source(NamedTuple):
 
     line: int
     text: str
-    likely: bool  # found by reading the function, not recorded
+    likely: bool  # inferred from the function's source, not recorded
 
 
 def source_of(where: Where) -> Source | None:
-    """The line itself, or none. A trace may name any file: only Python sources are opened."""
+    """The line of a place, or None. A trace may name any file, so only Python sources are opened."""
     text = text_of(where)
     line = where.line if where.exact else _likely_line(text, where)
     lines = text.splitlines()
@@ -51,7 +51,7 @@ def source_of(where: Where) -> Source | None:
 
 
 def text_of(where: Where) -> str:
-    """The whole file, if it is there and a Python source."""
+    """The whole file, or "" if it is no Python source or cannot be read."""
     try:
         path = Path(where.file)
         fits = path.suffix == ".py" and path.is_file() and path.stat().st_size <= _LARGEST
@@ -68,12 +68,13 @@ def _likely_line(text: str, where: Where) -> int:
         return 0
     if function is None:
         return 0
-    found = _lines_calling(_loop_around(function, where.line) or function, where.operator)
-    return found.pop() if len(found) == 1 else 0
+    lines = _lines_calling(_loop_around(function, where.line) or function, where.operator)
+    return lines.pop() if len(lines) == 1 else 0
 
 
 def _loop_around(function: ast.AST, line: int) -> ast.AST | None:
-    """A function that was running when recording began is known by the line it stood at: what recurs is in its loop."""
+    """The innermost loop around the line. If recording began within a function, the place is the line that ran then,
+    and the operator recurs in the loop around it."""
     loops = [node for node in without_inner_functions(function) if isinstance(node, ast.For | ast.While)]
     around = [loop for loop in loops if loop.lineno <= line <= (loop.end_lineno or 0)]
     return max(around, key=lambda loop: loop.lineno, default=None)
@@ -81,16 +82,15 @@ def _loop_around(function: ast.AST, line: int) -> ast.AST | None:
 
 def _lines_calling(node: ast.AST, operator: str) -> set[int]:
     if operator.startswith("enumerate(DataLoader)"):
-        inside = (node, *without_inner_functions(node))
-        return {one.lineno for one in inside if isinstance(one, ast.For) and not _counts(one)}
+        nodes = (node, *without_inner_functions(node))
+        return {loop.lineno for loop in nodes if isinstance(loop, ast.For) and not _counts(loop)}
     builtin = _BUILTIN.match(operator)
     name = builtin[1] if builtin else operator.rpartition("::")[2]
-    calls = [
-        one
-        for one in without_inner_functions(node)
-        if isinstance(one, ast.Call) and _name_of(one) in _CALLS.get(name, {name})
-    ]
-    return {call.end_lineno or 0 for call in calls}
+    return {
+        call.end_lineno or 0
+        for call in without_inner_functions(node)
+        if isinstance(call, ast.Call) and _name_of(call) in _CALLS.get(name, {name})
+    }
 
 
 def _counts(loop: ast.For) -> bool:
@@ -98,7 +98,7 @@ def _counts(loop: ast.For) -> bool:
 
 
 def function_at(tree: ast.Module, where: Where, line: int) -> _Function | ast.Module | None:
-    """The innermost function of that name around that line; none where the file is another one by now."""
+    """The innermost function of that name around the line; None if the file has changed since."""
     if where.function == "<module>":
         return tree
     name = where.function.rpartition(".")[2]
@@ -111,12 +111,12 @@ def function_at(tree: ast.Module, where: Where, line: int) -> _Function | ast.Mo
 
 
 def _first_line(function: _Function) -> int:
-    """A decorated function begins with its decorators, for Python as for us."""
-    return min([function.lineno, *(one.lineno for one in function.decorator_list)])
+    """The line of its first decorator, if it has any."""
+    return min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
 
 
 def without_inner_functions(node: ast.AST) -> Iterator[ast.AST]:
-    """What stands in it, without the functions defined inside it: they have frames of their own."""
+    """Its nodes, without the bodies of inner functions: those have frames of their own."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
@@ -128,7 +128,7 @@ def _name_of(call: ast.Call) -> str:
 
 
 def fix_line(fix: str, where: Where, usual: str) -> str:
-    """The line as `keepbusy fix` would write it; where it knows none, the usual one of the fix."""
+    """The line as `keepbusy fix` would write it, or else the fix's usual line."""
     source = source_of(where) if where.file else None
     if source is None or find_spec("libcst") is None:
         return tame(usual)

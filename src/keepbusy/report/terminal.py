@@ -1,6 +1,6 @@
-"""A diagnosis on one screen: the step, where it goes, what makes the GPU wait, and what fixing that gives.
+"""The full report as text: the plan, the run, where a step's time goes, and each cause with its fix.
 
-Also very many ranks on a few lines, and two runs held against each other.
+Also the late ranks of a large job, and the comparison of two runs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from keepbusy.report.paper import (
     unbroken,
 )
 from keepbusy.report.source import fix_line, source_of
-from keepbusy.report.words import look, tame
+from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline import figures
 from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.run_facts import Cluster, Straggler
 
 _BLANK = line("")
 _WORTH_A_PLACE = 0.05
-"""Of a cause's idle time: a place with less is not named."""
+"""Share of a cause's idle time: places with less are not named."""
 
 
 def render_full(
@@ -97,15 +97,15 @@ def _paragraphs(diagnosis: Diagnosis, width: int, colour: bool, commands: verdic
 def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[RenderableType]:
     """Where the time of one iteration goes."""
     whole, ledger = diagnosis.plain_step, diagnosis.ledger
-    what = "From its first launch on, the script takes " if diagnosis.one_turn else "An iteration takes "
+    subject = "From its first launch on, the script takes " if diagnosis.one_turn else "An iteration takes "
     # `computes for 8.0 ms of it (25%), copies for 22.7 ms (72%) and is idle for 0.7 ms (2%)`
-    done = [("computes", ledger.get(COMPUTING, 0)), ("copies", ledger.get(COPYING, 0))]
-    done += [("exchanges data", ledger.get(WIRE, 0)), ("is idle", diagnosis.waiting)]
-    shown = [(verb, time) for verb, time in done if verb in ("computes", "is idle") or time >= 0.01 * whole]
+    times = [("computes", ledger.get(COMPUTING, 0)), ("copies", ledger.get(COPYING, 0))]
+    times += [("exchanges data", ledger.get(WIRE, 0)), ("is idle", diagnosis.waiting)]
+    shown = [(verb, time) for verb, time in times if verb in ("computes", "is idle") or time >= 0.01 * whole]
     texts = [f"{verb} for {duration(time, whole)} ({share(time, whole)})" for verb, time in shown]
     does = listing(texts).replace(" (", " of it (", 1)
-    seen = ". " if diagnosis.plain_given else " in this recording. "
-    yield line(what, (duration(whole), STRONG), seen, f"The GPU {does}.")
+    end = ". " if diagnosis.plain_given else " in this recording. "
+    yield line(subject, (duration(whole), STRONG), end, f"The GPU {does}.")
     rows = rows_of(ledger, [cause.cause for cause in diagnosis.causes])
     yield _BLANK
     yield bar(rows, width, colour)
@@ -114,35 +114,35 @@ def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[Renderable
 
 
 def _cause(diagnosis: Diagnosis, number: int, cause: Cause, width: int) -> Iterator[RenderableType]:
-    """A cause with its code: what happened, what it costs, and what to write instead."""
-    step, shown = diagnosis.plain_step, look(cause.cause)
-    said = words.of_a_script if diagnosis.one_turn else str
+    """A cause: its idle time, its place, and the line that fixes it."""
+    step, shown = diagnosis.plain_step, ledger_place(cause.cause)
+    reworded = words.of_a_script if diagnosis.one_turn else str
     per = "" if diagnosis.one_turn else " per iteration"
     idle = f"GPU idle {duration(cause.wait, step)}{per} ({share(cause.wait, step)})"
     yield line((f"{number}  ", f"bold {shown.colour}"), (shown.sentence, STRONG), (f" · {cause.cause}", FAINT))
-    if cause.fix == "compile":  # how much compiling saves is not known before it is tried
+    if cause.fix == "compile":  # nobody knows what compiling saves before trying it
         yield line(idle, indent=3)
     else:
         yield line(f"{idle} · without it ", *_prediction(step, cause.predicted), indent=3)
     if cause.same_wait_as:
         yield line(_same_wait(diagnosis, cause), indent=3)
     yield _place(cause, width)
-    yield line(tame(said(cause.what)), indent=3)
+    yield line(tame(reworded(cause.what)), indent=3)
     if others := _other_sites(cause):
         yield line((others, FAINT), indent=3)
     for late in diagnosis.late if cause.cause in run_report.AMONG_RANKS else ():
         yield line(run_report.lateness(late, diagnosis.given), indent=3)
     if cause.advice:
-        yield line(tame(said(cause.advice)), indent=3)
+        yield line(tame(reworded(cause.advice)), indent=3)
     if code := fix_line(cause.fix, cause.where, cause.remedy):
-        yield unbroken(("   fix: ", FAINT), (said(code), STRONG))
+        yield unbroken(("   fix: ", FAINT), (reworded(code), STRONG))
 
 
 def _same_wait(diagnosis: Diagnosis, cause: Cause) -> str:
-    number = [other.cause for other in diagnosis.causes].index(cause.same_wait_as)
-    alike = abs(diagnosis.causes[number].predicted.step - cause.predicted.step) <= diagnosis.noise
-    rest = "fix either of them" if alike else "fixing that one removes this as well"
-    return f"This is the same idle time as in {number + 1}: {rest}."
+    index = [other.cause for other in diagnosis.causes].index(cause.same_wait_as)
+    is_equal = abs(diagnosis.causes[index].predicted.step - cause.predicted.step) <= diagnosis.noise
+    remedy = "fix either of them" if is_equal else "fixing that one removes this as well"
+    return f"This is the same idle time as in {index + 1}: {remedy}."
 
 
 def _prediction(step: int, predicted: Prediction) -> list[tuple[str, str] | str]:
@@ -154,29 +154,28 @@ def _prediction(step: int, predicted: Prediction) -> list[tuple[str, str] | str]
 
 
 def _place(cause: Cause, width: int) -> RenderableType:
-    """Where it is, what it calls, the library it stands in, and the line itself."""
+    """The place of a cause, its operator and library, and the source of the line."""
     where = cause.where
     operator = where.operator if where.file and where.file not in where.operator else ""
-    inside = [part for part in (operator, where.library) if part]
-    beside = " · ".join(tame(part, 50) for part in inside)
+    details = "".join(f" · {tame(part, 50)}" for part in (operator, where.library) if part)
     source = source_of(where)
-    known = f"likely line {source.line}: " if source and source.likely else ""
+    likely = f"likely line {source.line}: " if source and source.likely else ""
     return line(
         (words.spot(where, max(24, width - 40)), PLACE + link_to(where)),
-        (f" · {beside}" if beside else "", FAINT),
-        *((("\n", ""), (known, FAINT), words.cut(source.text, width - 3 - len(known))) if source else ()),
+        (details, FAINT),
+        *((("\n", ""), (likely, FAINT), words.cut(source.text, width - 3 - len(likely))) if source else ()),
         indent=3,
     )
 
 
 def _other_sites(cause: Cause) -> str:
-    """The other places that matter, two of them by name."""
+    """The cause's other places that matter; the first two by name."""
     waits: dict[str, int] = {}
     for site in cause.sites:
         place = words.spot(site.where, 40)
         waits[place] = waits.get(place, 0) + site.wait
-    here = words.spot(cause.where, 40)
-    others = [place for place, wait in waits.items() if place != here and wait >= _WORTH_A_PLACE * cause.wait]
+    own_place = words.spot(cause.where, 40)
+    others = [place for place, wait in waits.items() if place != own_place and wait >= _WORTH_A_PLACE * cause.wait]
     named = [f"{place} ({duration(waits[place])})" for place in others[:2]]
     if len(others) > 2:
         named.append(f"{len(others) - 2} more place{'s' if len(others) > 3 else ''}")
@@ -184,22 +183,23 @@ def _other_sites(cause: Cause) -> str:
 
 
 def _all_fixed(diagnosis: Diagnosis) -> Iterator[RenderableType]:
-    """What fixing everything saves."""
-    step, after = diagnosis.plain_step, diagnosis.predicted
-    noise = (f" · noise: ±{duration(diagnosis.noise)}" if diagnosis.noise else "", FAINT)
+    """The step with the chosen causes fixed, or with all of them."""
     if diagnosis.fixed:
-        yield line((f"With {listing(list(diagnosis.fixed))} fixed: ", STRONG), *_prediction(step, after), noise)
+        fixed = f"With {listing(list(diagnosis.fixed))} fixed: "
     elif len(diagnosis.causes) > 1:
-        yield line(("All of this fixed: ", STRONG), *_prediction(step, after), noise)
+        fixed = "All of this fixed: "
     else:
         return
+    noise = (f" · noise: ±{duration(diagnosis.noise)}" if diagnosis.noise else "", FAINT)
+    yield line((fixed, STRONG), *_prediction(diagnosis.plain_step, diagnosis.predicted), noise)
     yield _BLANK
 
 
-# Where a step goes: a bar, and what its cells mean
+# Where a step's time goes: a bar, and what its cells mean
 
 _WORK_OF_THE_DEVICE = {"copying", "computing", "collective"}
-_FOLDED = 0.01
+_SMALL = 0.01
+"""Share of a step: shorter rows are summed."""
 
 
 class Row(NamedTuple):
@@ -211,7 +211,7 @@ class Row(NamedTuple):
 
 
 def rows_of(ledger: Mapping[str, int], causes: Sequence[str]) -> list[Row]:
-    """What the device does first, then the causes as the report numbers them, then the rest."""
+    """The device's work first, then the causes as the report numbers them, then the rest."""
     numbered = [cause for cause in causes if cause not in _WORK_OF_THE_DEVICE]
     order = [place for place in LEDGER if place in _WORK_OF_THE_DEVICE]
     order += [*numbered, *(place for place in LEDGER if place not in order and place not in numbered)]
@@ -219,52 +219,51 @@ def rows_of(ledger: Mapping[str, int], causes: Sequence[str]) -> list[Row]:
 
 
 def _mark(place: str, numbered: list[str]) -> str:
-    return str(numbered.index(place) + 1) if place in numbered[:9] else look(place).letter
+    return str(numbered.index(place) + 1) if place in numbered[:9] else ledger_place(place).letter
 
 
 def bar(rows: Sequence[Row], width: int, colour: bool, whole: int = 0) -> Text:
-    """One line of `width` cells, or as much of it as the rows are of `whole`; a row that is there gets a cell."""
-    own = sum(row.time for row in rows)
-    whole = whole or own
+    """One line of at most `width` cells: `whole` fills it, without `whole` the rows do."""
+    total = sum(row.time for row in rows)
+    whole = whole or total
     drawn = Text(no_wrap=True)
     for row, cells in zip(rows, _cells([row.time for row in rows], whole, width), strict=True):
         if colour:
-            label = share(row.time, own)
-            drawn.append(
-                label.center(cells) if len(label) + 2 <= cells else " " * cells, f"#16181d on {look(row.place).colour}"
-            )
+            label = share(row.time, total)
+            text = label.center(cells) if len(label) + 2 <= cells else " " * cells
+            drawn.append(text, f"#16181d on {ledger_place(row.place).colour}")
         else:
             drawn.append(row.mark * cells)
     return drawn
 
 
 def _cells(times: Sequence[int], whole: int, width: int) -> list[int]:
-    """Cells that sum to the width that the times have of the whole; whoever has 1% keeps one."""
+    """Cells per row, which sum to the rows' share of the width; a row with 1% or more gets at least one."""
     if not whole:
         return [0] * len(times)
     exact = [width * time / whole for time in times]
-    cells = [max(int(part), 1 if time >= _FOLDED * whole else 0) for part, time in zip(exact, times, strict=True)]
+    cells = [max(int(part), 1 if time >= _SMALL * whole else 0) for part, time in zip(exact, times, strict=True)]
     target = round(sum(exact))
     while sum(cells) != target:
         off = [part - cell for part, cell in zip(exact, cells, strict=True)]
         short = sum(cells) < target
-        index = off.index(max(off)) if short else max(range(len(cells)), key=lambda one: (cells[one] > 1, -off[one]))
+        index = off.index(max(off)) if short else max(range(len(cells)), key=lambda cell: (cells[cell] > 1, -off[cell]))
         cells[index] += 1 if short else -1
     return cells
 
 
 def _legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> RenderableType:
-    """Name, time and share; what is under 1% stands in one row."""
-    shown = [row for row in rows if row.time >= _FOLDED * whole or row.place == COMPUTING]
+    """Name, time and share of each row; rows under 1% are summed in one."""
+    shown = [row for row in rows if row.time >= _SMALL * whole or row.place == COMPUTING]
     small = [row for row in rows if row not in shown]
     entries = list[list[Text]]()
     for row in shown:
-        place = look(row.place)
+        place = ledger_place(row.place)
         key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {place.colour}") if colour else Text(row.mark)
         entries.append([key, *map(Text, (place.label, duration(row.time, whole), share(row.time, whole)))])
     if small:
         time = sum(row.time for row in small)
-        names = look(small[0].place).label if len(small) == 1 else f"{len(small)} smaller ones"
+        names = ledger_place(small[0].place).label if len(small) == 1 else f"{len(small)} smaller ones"
         entries.append([Text(" "), *(Text(text, FAINT) for text in (names, duration(time, whole), share(time, whole)))])
     columns = 2 if width >= 84 and len(entries) > 3 else 1
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -277,74 +276,73 @@ def _legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> Render
     return table
 
 
-# Very many ranks on a few lines: which of them, and which hosts, the others wait for, and what each of them costs
+# A large job: the ranks and hosts that the others wait for, and what each of them costs
 
 _STRAGGLERS_NAMED = 8
 """Stragglers that have a line of their own."""
 _NEGLIGIBLE = 0.02
-"""Of a step: what less of it goes beyond what the slowest rank needs is not worth a sentence."""
+"""Share of a step: if the step takes hardly longer than the slowest rank needs, no sentence says so."""
 
 
 def _late_ranks(cluster: Cluster) -> Iterator[RenderableType]:
-    """Who is late, then what the others are like."""
+    """The stragglers, then a summary of the other ranks."""
     yield line(("Late ranks", STRONG), (f"   a step of these recordings takes {duration(cluster.step)}", FAINT))
     before = cluster.step
-    for number, one in enumerate(cluster.stragglers[:_STRAGGLERS_NAMED], 1):
-        where = "the GPU computes" if one.computing else "Python takes"
-        yield line(
-            f"{number}  ", (_who(one), PLACE), f": {where} {duration(one.late)} longer per step than elsewhere   ",
-            (f"{figures.transition(before, one.left)} without", GAIN),
-        )  # fmt: skip
-        before = one.left
+    for number, straggler in enumerate(cluster.stragglers[:_STRAGGLERS_NAMED], 1):
+        verb = "the GPU computes" if straggler.computing else "Python takes"
+        longer = f": {verb} {duration(straggler.late)} longer per step than elsewhere   "
+        without = f"{figures.transition(before, straggler.left)} without"
+        yield line(f"{number}  ", (_ranks_and_host(straggler), PLACE), longer, (without, GAIN))
+        before = straggler.left
     if more := cluster.stragglers[_STRAGGLERS_NAMED:]:
-        ranks = sum(len(one.ranks) for one in more)
+        ranks = sum(len(straggler.ranks) for straggler in more)
         yield line(f"   {len(more)} more, {ranks:,} ranks together: {figures.transition(before, more[-1].left)}")
     if not cluster.stragglers:
         yield line("   No rank and no host takes much longer than the others of its kind.")
-    yield line((" ".join(_of_the_others(cluster)), FAINT), indent=3)
+    yield line((" ".join(_other_ranks(cluster)), FAINT), indent=3)
 
 
-def _who(one: Straggler) -> str:
-    host = tame(one.host, 40)
-    if len(one.ranks) == 1:
-        return f"rank {one.ranks[0]}{f' on {host}' if host else ''}"
-    return f"{host}, {len(one.ranks)} ranks ({_ranks(one.ranks)})"
+def _ranks_and_host(straggler: Straggler) -> str:
+    host = tame(straggler.host, 40)
+    if len(straggler.ranks) == 1:
+        return f"rank {straggler.ranks[0]}{f' on {host}' if host else ''}"
+    return f"{host}, {len(straggler.ranks)} ranks ({_ranks(straggler.ranks)})"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    whole = ranks[-1] - ranks[0] == len(ranks) - 1
-    return f"{ranks[0]}–{ranks[-1]}" if whole else listing([str(rank) for rank in ranks])
+    is_range = ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"{ranks[0]}–{ranks[-1]}" if is_range else listing([str(rank) for rank in ranks])
 
 
-def _of_the_others(cluster: Cluster) -> Iterator[str]:
-    late = {rank for one in cluster.stragglers for rank in one.ranks}
-    others = [one for one in cluster.ranks if one.rank not in late]
-    hosts = len({one.host for one in others if one.host})
+def _other_ranks(cluster: Cluster) -> Iterator[str]:
+    late = {rank for straggler in cluster.stragglers for rank in straggler.ranks}
+    others = [rank for rank in cluster.ranks if rank.rank not in late]
+    hosts = len({rank.host for rank in others if rank.host})
     on_hosts = f" on {hosts:,} hosts" if hosts > 1 else ""
     if others:
-        own = sorted(one.own for one in others)
+        own = sorted(rank.own for rank in others)
         name = f"The other {len(others):,}" if late else f"All {len(others):,}"
         yield (
             f"{name} ranks{on_hosts} take {figures.span_of(own[0], own[-1], own[-1])} {figures.unit_of(own[-1])} "
             f"per step by themselves, and half of all ranks {duration(cluster.typical)} or less."
         )
-    beyond = cluster.step - max(one.own for one in cluster.ranks)
+    beyond = cluster.step - max(rank.own for rank in cluster.ranks)
     if beyond > _NEGLIGIBLE * cluster.step:
         part = f"{duration(beyond)} of the step ({share(beyond, cluster.step)})"
         yield f"{part} is more than the slowest needs: communication, or a different rank is last each time."
-    kinds = Counter(one.kind for one in cluster.ranks)
+    kinds = Counter(rank.kind for rank in cluster.ranks)
     if len(kinds) > 1:
-        first = {kind: next(one.rank for one in cluster.ranks if one.kind == kind) for kind in kinds}
+        first = {kind: next(rank.rank for rank in cluster.ranks if rank.kind == kind) for kind in kinds}
         each = [f"{count:,} like rank {first[kind]}" for kind, count in kinds.most_common(4)]
         yield f"Judging by their collectives, they do {len(kinds)} different things: {listing(each)}."
 
 
-# Two runs held against each other
+# The comparison of two runs
 
 _BETTER, _WORSE = GAIN, BROKEN
 _VERDICT_STYLES = {GONE: _BETTER, SMALLER: "green", LARGER: "red", NEW: _WORSE}
 _WORTH_COMPARING = 0.005
-"""Of the longer step: a place with less in both runs is not shown."""
+"""Share of the longer step: a place with less in both runs is not shown."""
 
 
 def render_comparison(
@@ -376,7 +374,7 @@ def _changes(comparison: Comparison, width: int, colour: bool) -> Iterator[Rende
         gain = change.predicted_gain
         yield line(
             (f"{change.verdict:11}", _VERDICT_STYLES.get(change.verdict, FAINT)),
-            (look(change.cause).label, STRONG),
+            (ledger_place(change.cause).label, STRONG),
             f" · fixing it: {figures.transition(gain.before, gain.after)} · ",
             (words.spot(change.where), PLACE),
         )
@@ -400,27 +398,28 @@ def _step_changed(comparison: Comparison) -> RenderableType:
 
 
 def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
-    """Each fix that was foretold, whether it was made, and what came of those that were."""
+    """Each predicted fix, whether it was made, and how the measured times compare with the prediction."""
     if not comparison.plan:
         return
     yield _BLANK
-    for one in comparison.plan:
-        fix, verdict = one.fix, "made" if one.made else "not made"
+    for outcome in comparison.plan:
+        fix, verdict = outcome.fix, "made" if outcome.made else "not made"
         where = words.at(fix.where[0], 48) if fix.where else ""
-        turn = figures.transition(fix.predicted.step + fix.gain, fix.predicted.step)
-        yield line((f"{verdict:9}", _BETTER if one.made else FAINT), (words.fix(fix.fix), STRONG), f"{where}   ", turn)
+        change = figures.transition(fix.predicted.step + fix.gain, fix.predicted.step)
+        style = _BETTER if outcome.made else FAINT
+        yield line((f"{verdict:9}", style), (words.fix(fix.fix), STRONG), f"{where}   ", change)
     if comparison.foretold is not None:
-        step, foretold = comparison.step, comparison.foretold
-        span = figures.span_of(foretold.low, foretold.high, step.before)
-        said = f" {figures.transition(step.before, foretold.step)} per iteration ({span}); measured "
-        outcome = "faster than predicted" if step.after < foretold.low else "slower than predicted"
-        if foretold.low - step.noise <= step.after <= foretold.high + step.noise:  # as far as runs can be told apart
-            outcome = "as predicted"
-        yield line(("predicted", FAINT), said, f"{duration(step.after, step.before)}: {outcome}")
+        step, predicted = comparison.step, comparison.foretold
+        span = figures.span_of(predicted.low, predicted.high, step.before)
+        prediction = f" {figures.transition(step.before, predicted.step)} per iteration ({span}); measured "
+        result = "faster than predicted" if step.after < predicted.low else "slower than predicted"
+        if predicted.low - step.noise <= step.after <= predicted.high + step.noise:
+            result = "as predicted"
+        yield line(("predicted", FAINT), prediction, f"{duration(step.after, step.before)}: {result}")
     if comparison.run is not None and comparison.made:
-        run, foretold_run = comparison.run, comparison.run_foretold
-        said = f" the run {figures.transition(run.before, foretold_run)}; measured {duration(run.after, run.before)}"
-        yield line(("predicted", FAINT), said)
+        run, predicted_run = comparison.run, comparison.run_foretold
+        prediction = f" the run {figures.transition(run.before, predicted_run)}; measured "
+        yield line(("predicted", FAINT), f"{prediction}{duration(run.after, run.before)}")
 
 
 def _places_changed(ledger: Mapping[str, Change], whole: int) -> RenderableType:
@@ -430,15 +429,15 @@ def _places_changed(ledger: Mapping[str, Change], whole: int) -> RenderableType:
     for name, change in ledger.items():
         if max(change.before, change.after) < _WORTH_COMPARING * whole and name != COMPUTING:
             continue
-        said = figures.change(change.before, change.after) if change.significant and change.before else ""
+        difference = figures.change(change.before, change.after) if change.significant and change.before else ""
         style = (
             _VERDICT_STYLES[SMALLER if change.difference < 0 else LARGER]
             if change.significant and name != COMPUTING
             else FAINT
         )
         table.add_row(
-            look(name).label,
+            ledger_place(name).label,
             *(duration(time, whole) for time in (change.before, change.after)),
-            Text(said or ("new" if change.significant else "within noise"), style),
+            Text(difference or ("new" if change.significant else "within noise"), style),
         )
     return table

@@ -15,23 +15,23 @@ from keepbusy.report import race_words, run_report, words
 from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_END, laid_out, link_to
 from keepbusy.report.run_report import PlanRow
 from keepbusy.report.source import source_of
-from keepbusy.report.words import look, tame
+from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline.figures import change, duration, figure, share, span_of, transition
 from keepbusy.timeline.model import NONE
 
 HEIGHT, WIDTH = 12, 80
-"""Lines and columns of a verdict at most."""
+"""The most lines and columns of a verdict."""
 LONGEST_PLACE = 28
 MOST_LEFT = 3
-"""Fixes that a run with fixes leaves to its author, the first of the plan."""
+"""So many fixes that were left to the author are listed."""
 _LAYOUTS = (
     *((listed, side_by_side, [Text()]) for listed in (3, 2) for side_by_side in (False, True)),
     (2, True, []),
     (1, True, []),
 )
-"""The first that fits: fixes that are listed, whether commands stand side by side, and what follows the header."""
+"""How many fixes are listed, if commands stand side by side, and what follows the header; the first that fits."""
 _UNEXPLAINED = 0.1
-"""Of an iteration: if more of it is unknown, nobody can say that nothing can be saved."""
+"""Share of an iteration: if more is unknown, the verdict does not say that nothing can be saved."""
 
 
 class Commands(NamedTuple):
@@ -51,15 +51,15 @@ def render(
     colour: bool = False,
     unicode: bool = True,
 ) -> str:
-    """The verdict as text. A command is never broken: it is there to be pasted."""
-    shown = lines(diagnosis, commands, min(width, WIDTH))
-    return laid_out(shown, WITHOUT_END, colour, unicode, links=colour)
+    """The verdict as text. A command is never broken, so that it can be pasted."""
+    texts = lines(diagnosis, commands, min(width, WIDTH))
+    return laid_out(texts, WITHOUT_END, colour, unicode, links=colour)
 
 
 def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagnosis) -> list[str]:
-    """What a run with fixes made of its plan, what not, what became of the graphs, and what an iteration takes now."""
-    rows = [f"made          {words.fix(way)} at {where}" for way, where in made["written"]] or ["made          nothing"]
-    rows += [f"graph         {tame(one)}" for one in (graphs[0].splitlines() if graphs else ())]
+    """For a run with fixes: the fixes made, the graphs, the fixes left to the author, and the time of an iteration."""
+    rows = [f"made          {words.fix(fix)} at {where}" for fix, where in made["written"]] or ["made          nothing"]
+    rows += [f"graph         {tame(sentence)}" for sentence in (graphs[0].splitlines() if graphs else ())]
     rows += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
     rows += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
     if made["written"] and (iteration := _iteration(made, diagnosis)):
@@ -69,7 +69,7 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
 
 
 def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int] | None:
-    """Of the loop that the plan is about, before and now: fewer launches may make another one the run's main loop."""
+    """An iteration before and now, of the loop of the plan: with the fixes another loop may be the main loop."""
     if made["loop"] and made["loop"] == diagnosis.loop:
         return made["step"], diagnosis.plain_step
     now = diagnosis.usual_of(made["loop"])
@@ -79,35 +79,35 @@ def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int]
 def render_fixed(
     diagnosis: Diagnosis, fixed: list[str], commands: Commands, width: int, *, colour: bool, unicode: bool
 ) -> str:
-    """Of a run with fixes: what it was, and what they did. A plan of what is left is that of the next plain run."""
+    """The verdict of a run with fixes: what they did takes the place of the plan."""
     width = min(width, WIDTH)
     why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
-    first = [*alarms(diagnosis, width), header(diagnosis, width), Text(), *why, Text()]
+    above = [*alarms(diagnosis, width), header(diagnosis, width), Text(), *why, Text()]
     below = next_commands(commands, width, side_by_side=True)
-    return laid_out([*first, *map(Text, fixed), Text(), *below], WITHOUT_END, colour, unicode, links=colour)
+    return laid_out([*above, *map(Text, fixed), Text(), *below], WITHOUT_END, colour, unicode, links=colour)
 
 
 def lines(diagnosis: Diagnosis, commands: Commands, width: int) -> list[Text]:
-    """One text a line. If there are too many, fewer fixes are listed, and commands stand side by side."""
+    """One text per line. If there are too many, fewer fixes are listed, and commands stand side by side."""
     rows = run_report.planned_rows(diagnosis)
-    first = [*alarms(diagnosis, width), header(diagnosis, width)]
+    above = [*alarms(diagnosis, width), header(diagnosis, width)]
     why = [Text(line) for line in textwrap.wrap(statement(diagnosis), width)]
     without_fixes = commands._replace(fix_now="", write_fix="")
     if diagnosis.cut_short is not None:  # it would fail again
         commands = without_fixes
     if not rows:
-        return [*first, *why, *next_commands(without_fixes, width, side_by_side=True)]
+        return [*above, *why, *next_commands(without_fixes, width, side_by_side=True)]
     for listed, side_by_side, blank in _LAYOUTS:
         items = _items(diagnosis, rows, listed, width)
         below = next_commands(commands, width, side_by_side)
-        whole = [*first, *blank, *why, Text(), *items, *([Text(), *below] if below else [])]
-        if len(whole) <= HEIGHT:
+        texts = [*above, *blank, *why, Text(), *items, *([Text(), *below] if below else [])]
+        if len(texts) <= HEIGHT:
             break
-    return whole
+    return texts
 
 
 def alarms(diagnosis: Diagnosis, width: int) -> list[Text]:
-    """Above all else: that the program did not come to its end, or that its results depend on who is faster."""
+    """The first lines: that the program was cut short, and its data races."""
     race = broken(race_words.in_short(diagnosis.races), width)
     return [*broken(run_report.cut_short(diagnosis), width), *race, *([Text()] if race else [])]
 
@@ -119,7 +119,7 @@ def broken(sentence: str, width: int) -> list[Text]:
 def header(diagnosis: Diagnosis, width: int) -> Text:
     """`keepbusy · train.py · NVIDIA H100 · 19.4 s, 1,200 iterations of train.py:670`; with less of it if narrow."""
     ranks = len(diagnosis.given)
-    device = re.sub(r"[ -]\d+GB\b.*", "", tame(diagnosis.device, 40))  # `NVIDIA H100 80GB HBM3` is an H100 to people
+    device = re.sub(r"[ -]\d+GB\b.*", "", tame(diagnosis.device, 40))  # `NVIDIA H100 80GB HBM3` is shown as H100
     facts = [words.files(diagnosis.sources), device, f"{ranks:,} ranks" if ranks > 1 else ""]
     length = _length(diagnosis)
     short = re.sub(rf" of (?:\S*/)?{re.escape(facts[0])}:", " of line ", length) if facts[0] else length
@@ -132,7 +132,7 @@ def header(diagnosis: Diagnosis, width: int) -> Text:
 
 
 def _length(diagnosis: Diagnosis) -> str:
-    """How long the run took, and how many iterations its main loop had; of a trace, how many it shows."""
+    """The time of the run and the iterations of its main loop, or how many iterations a trace shows."""
     run = diagnosis.run
     if run is None:
         iterations = f"{diagnosis.steps} iteration{'' if diagnosis.steps == 1 else 's'}"
@@ -153,8 +153,8 @@ def statement(diagnosis: Diagnosis) -> str:
             busy = busy if run.busy else "The GPU computed nothing in this run."
     elif diagnosis.plain_step:
         at_work = diagnosis.plain_step - diagnosis.waiting
-        what = "the script" if diagnosis.one_turn else "an iteration"
-        busy = f"The GPU is busy {share(at_work, diagnosis.plain_step)} of {what}."
+        whole = "the script" if diagnosis.one_turn else "an iteration"
+        busy = f"The GPU is busy {share(at_work, diagnosis.plain_step)} of {whole}."
     why = _reason(diagnosis, rows[0].fix) if rows else _nothing_to_save(diagnosis)
     return f"{busy} {why}".strip()
 
@@ -163,40 +163,41 @@ def _reason(diagnosis: Diagnosis, first: PlannedFix) -> str:
     """Why the GPU is idle where the first fix helps."""
     if first.late:
         return run_report.lateness(first.late[0], diagnosis.given)
-    cause = first.causes[0] if first.causes else ""
-    seen = next((one for one in diagnosis.causes if one.cause == cause), None)
-    if cause == "launch_bound" and seen is not None and round(seen.count) > 1:
+    name = first.causes[0] if first.causes else ""
+    cause = next((cause for cause in diagnosis.causes if cause.cause == name), None)
+    if name == "launch_bound" and cause is not None and round(cause.count) > 1:
         per = "" if diagnosis.one_turn else " per iteration"
-        return f"Python launches {seen.count:,.0f} kernels{per}, and the GPU finishes each before the next arrives."
-    sentence = look(cause).sentence if cause else ""
+        return f"Python launches {cause.count:,.0f} kernels{per}, and the GPU finishes each before the next arrives."
+    sentence = ledger_place(name).sentence if name else ""
     sentence = sentence.removesuffix(" in the loop") if diagnosis.one_turn else sentence
     where = f"In the loop at {short_place(Where.of(first.loop.partition(' (')[0]))}: " if first.loop else ""
     return f"{where}{sentence}." if sentence else tame(first.reason)
 
 
 def _nothing_to_save(diagnosis: Diagnosis) -> str:
-    """Why there is no fix; if much of the time is not explained, that is no proof that nothing can be saved."""
-    step, much = diagnosis.plain_step, max(diagnosis.noise, _UNEXPLAINED * diagnosis.plain_step)
+    """Why there is no fix. If much idle time is unexplained, the verdict says that instead."""
+    step, limit = diagnosis.plain_step, max(diagnosis.noise, _UNEXPLAINED * diagnosis.plain_step)
     unknown, launches = (diagnosis.ledger.get(cause, 0) for cause in ("unknown", "launch_bound"))
     if not step and diagnosis.run is not None and diagnosis.run.busy == NONE:
         return "Too few of its kernels were timed to say when the GPU was idle; a longer run would show it."
     if not step:
         return "No fix was found."
-    if unknown > much:
+    if unknown > limit:
         return f"It is idle for {duration(unknown, step)} for reasons that this recording does not show."
     if diagnosis.ledger.get("pipeline_bubble", 0) > diagnosis.noise:
         return "Pipeline stages wait for each other, and no line is to blame."
-    if launches > much:
+    if launches > limit:
         return f"It waits {duration(launches, step)} for launches, and no fix is predicted to save them."
-    known = [one for one in diagnosis.causes if one.cause != "launch_bound"]  # of which a graph holds too little
-    if cause := next((one for one in known if step - one.predicted.step > diagnosis.noise), None):
-        return f"{look(cause.cause).sentence}."
+    for cause in diagnosis.causes:
+        # a graph was found to save too little of `launch_bound`
+        if cause.cause != "launch_bound" and step - cause.predicted.step > diagnosis.noise:
+            return f"{ledger_place(cause.cause).sentence}."
     noise = f" ({duration(diagnosis.noise)})" if diagnosis.noise else ""
     return f"No fix saves more than the noise{noise}."
 
 
 def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -> list[Text]:
-    """A fix a line; where that is too wide, the fix with its prediction, and its place below it."""
+    """One line per fix, or two if that is too wide: the fix with its prediction, then its place."""
     shown = rows[:listed]
     while len(shown) > 1 and _shows_no_difference(shown[-1]):
         del shown[-1]
@@ -214,11 +215,8 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
             if any(places):
                 text.append(place.ljust(max(map(len, places))), style).append("  ")
             text.append(name, STRONG)
-            below = (
-                [Text(f"     {code}", FAINT)]
-                if (len(shown) == 1 or row.fix.first) and (code := _code(row.fix, width - 5))
-                else []
-            )
+            code = _code(row.fix, width - 5) if len(shown) == 1 or row.fix.first else ""
+            below = [Text(f"     {code}", FAINT)] if code else []
         else:
             text = Text.assemble((f"{number}  ", STRONG), (tame(name, width - 5 - len(prediction)), STRONG))
             code = _code(row.fix, width - 5 - len(place))
@@ -231,57 +229,54 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
 
 
 def _prediction(row: PlanRow) -> str:
-    """`8.5 → 1.4 ms (1.3–1.6)`, or with which others it goes."""
+    """`8.5 → 1.4 ms (1.3–1.6)`, or `only with 2`."""
     if row.only_with:
         return f"only with {row.only_with}"
     return f"{transition(row.before, row.after)} ({span_of(row.low, row.high, row.before)})"
 
 
 def _in_short(row: PlanRow) -> str:
-    """The run where it is of another loop, whose iterations are named nowhere else."""
+    """The prediction for the run if the fix is in another loop, whose iterations the verdict does not mention."""
     if row.fix.loop and row.run_after != NONE and not row.only_with:
         return f"the run {transition(row.run_before, row.run_after)}"
     return _prediction(row)
 
 
 def _shows_no_difference(row: PlanRow) -> bool:
-    """`the run 116 → 116 ms` is no news to anybody."""
-    of_run = row.fix.loop and row.run_after != NONE
-    before, after = (row.run_before, row.run_after) if of_run else (row.before, row.after)
+    """True for a prediction such as `the run 116 → 116 ms`."""
+    is_of_run = row.fix.loop and row.run_after != NONE
+    before, after = (row.run_before, row.run_after) if is_of_run else (row.before, row.after)
     return not row.only_with and figure(before, before) == figure(after, before)
 
 
 def _total(diagnosis: Diagnosis, rows: list[PlanRow]) -> str:
-    """What all of the plan's fixes save together, by iteration first."""
-    of_steps = [row for row in rows if not row.fix.is_beside_steps and not row.only_with]
-    together = {1: "", 2: "both: "}.get(len(rows), f"all {len(rows)}: ")
-    faster = ""
-    if of_steps and of_steps[-1].after and len(rows) > 1 and not diagnosis.one_turn:
-        factor = of_steps[0].before / of_steps[-1].after
-        faster = f"{factor:.1f}x as fast per iteration" if factor >= 1.05 else ""
+    """What all fixes of the plan save together, per iteration and in the run."""
+    rows_of_steps = [row for row in rows if not row.fix.is_beside_steps and not row.only_with]
+    savings = []
+    if rows_of_steps and rows_of_steps[-1].after and len(rows) > 1 and not diagnosis.one_turn:
+        factor = rows_of_steps[0].before / rows_of_steps[-1].after
+        if factor >= 1.05:
+            savings.append(f"{factor:.1f}x as fast per iteration")
     run_after = next((row.run_after for row in reversed(rows) if row.run_after != NONE), NONE)
-    whole = ""
     if diagnosis.run is not None and run_after != NONE:
-        whole = f"this run {transition(diagnosis.run.time, run_after)}"
-    told = ", ".join(part for part in (faster, whole) if part)
-    return f"{together}{told}" if told else ""
+        savings.append(f"this run {transition(diagnosis.run.time, run_after)}")
+    together = {1: "", 2: "both: "}.get(len(rows), f"all {len(rows)}: ")
+    return f"{together}{', '.join(savings)}" if savings else ""
 
 
 def _region(fix: PlannedFix) -> str:
-    """`train.py:31-38`: from the first to the last line that a graph holds, in the function that launches most.
-
-    "" where lines are not known exactly."""
-    known = {place.file for place in fix.where if place.exact}
-    held = [one for one in fix.captured if one.file in known and one.launching]
-    if not held:
+    """`train.py:31-38`: the lines captured in the function that launches most; "" if no line is known exactly."""
+    files = {place.file for place in fix.where if place.exact}
+    captured = [function for function in fix.captured if function.file in files and function.launching]
+    if not captured:
         return ""
-    lines = [line for line, _ in held[0].launching]
-    last, more = f"-{lines[-1]}" if lines[1:] else "", f" +{len(held) - 1}" if held[1:] else ""
-    return f"{short_place(Where(file=held[0].file, line=lines[0], exact=True))}{last}{more}"
+    lines = [line for line, _ in captured[0].launching]
+    last, more = f"-{lines[-1]}" if lines[1:] else "", f" +{len(captured) - 1}" if captured[1:] else ""
+    return f"{short_place(Where(file=captured[0].file, line=lines[0], exact=True))}{last}{more}"
 
 
 def _place(where: tuple[Where, ...], most_lines: int = 3) -> str:
-    """`train.py:31, 35 +2`: lines of one file together, and how many more there are."""
+    """`train.py:31, 35 +2`: lines of one file, and how many more there are."""
     known = list(dict.fromkeys(place for place in where if place.file))
     if not known:
         return words.cut(words.spot(where[0], LONGEST_PLACE), LONGEST_PLACE) if where else ""
@@ -294,21 +289,21 @@ def _place(where: tuple[Where, ...], most_lines: int = 3) -> str:
 
 
 def short_place(where: Where) -> str:
-    """`train.py:31`, with its folder where there is room, cut in the middle and never in front of the file's name."""
+    """`train.py:31`, with its folders if there is room; the file's name is never cut off."""
     if not where.file:
         return words.cut(str(where), LONGEST_PLACE)
     path, line = where.file.replace("\\", "/"), f":{where.line}" if where.line else ""
-    about = "" if where.exact or not where.line else "near "
-    room = LONGEST_PLACE - len(line) - len(about)
+    near = "" if where.exact or not where.line else "near "
+    room = LONGEST_PLACE - len(line) - len(near)
     if len(path) > room:
         folders, _, name = path.rpartition("/")
         first = folders.partition("/")[0]
         path = next((cut for cut in (f"{first}/…/{name}", f"…/{name}") if first and len(cut) <= room), name)
-    return f"{about}{tame(path, room)}{line}"
+    return f"{near}{tame(path, room)}{line}"
 
 
 def _code(fix: PlannedFix, room: int) -> str:
-    """What has to be done first, or the user's own line."""
+    """The fix that must come first, or the line to change."""
     if fix.first and room > 8:
         return words.cut(f"first {words.fix(fix.first)}", room)
     source = source_of(fix.where[0]) if fix.where and fix.where[0].file else None
@@ -316,7 +311,7 @@ def _code(fix: PlannedFix, room: int) -> str:
 
 
 def next_commands(commands: Commands, width: int, side_by_side: bool) -> list[Text]:
-    """A command a line; two on one line, where that fits."""
+    """One command per line, or two if they fit."""
     now, write = ("Try it now", commands.fix_now), ("Write it", commands.write_fix)
     page, full = ("Look at it", commands.page), ("More", commands.full)
     pairs = [(now, write), (page, full)] if side_by_side else [(now,), (write,), (page, full)]
@@ -344,31 +339,30 @@ class Summary(NamedTuple):
     """The verdict in parts, for reports that are not text."""
 
     header: str
-    headline: str  # the largest saving: by iteration, or of the run if it is in another loop; empty if there is none
-    largest: int  # the number of the item that saves it, from 0
+    headline: str  # the largest saving: per iteration, or of the run if it is in another loop; empty if there is none
+    largest: int  # index of the item that saves most
     statement: str
     items: tuple[Item, ...]
     total: str
 
 
 def summary(diagnosis: Diagnosis) -> Summary:
-    """The same words and numbers as in `lines`, of all fixes."""
+    """The words and numbers of `lines`, for all fixes."""
     rows = run_report.planned_rows(diagnosis)
     items = tuple(Item(_place(row.fix.where), words.fix(row.fix.fix), _prediction(row)) for row in rows)
     are_runs_known = all(row.run_after != NONE for row in rows)
-    of_run = [row.run_before - row.run_after if are_runs_known else row.before - row.after for row in rows]
-    savings = [0 if row.only_with else saved for row, saved in zip(rows, of_run, strict=True)]
+    saved = [row.run_before - row.run_after if are_runs_known else row.before - row.after for row in rows]
+    savings = [0 if row.only_with else time for row, time in zip(rows, saved, strict=True)]
     largest = max(range(len(rows)), key=savings.__getitem__, default=NONE)
     headline = ""
     if rows and savings[largest] > 0:
         row = rows[largest]
         headline = f"{transition(row.before, row.after)} per iteration"
-        of_all = (row.run_before, row.run_after) if row.run_after != NONE else (row.before, row.after)
+        whole = (row.run_before, row.run_after) if row.run_after != NONE else (row.before, row.after)
         if diagnosis.one_turn:
-            headline = f"{transition(*of_all)} for the script"
+            headline = f"{transition(*whole)} for the script"
         elif row.fix.loop and row.run_after != NONE:
-            headline = f"{transition(*of_all)} for the run"
-    first = header(diagnosis, WITHOUT_END).plain.removeprefix("keepbusy · ")
-    alarming = (run_report.cut_short(diagnosis), race_words.in_short(diagnosis.races))
-    why = " ".join(filter(None, (*alarming, statement(diagnosis))))
-    return Summary(first, headline, largest, why, items, _total(diagnosis, rows))
+            headline = f"{transition(*whole)} for the run"
+    facts = header(diagnosis, WITHOUT_END).plain.removeprefix("keepbusy · ")
+    sentences = (run_report.cut_short(diagnosis), race_words.in_short(diagnosis.races), statement(diagnosis))
+    return Summary(facts, headline, largest, " ".join(filter(None, sentences)), items, _total(diagnosis, rows))

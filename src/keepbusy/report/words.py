@@ -1,4 +1,4 @@
-"""What causes, fixes and places are called in reports, and how names that are not ours are shown."""
+"""Names of causes, fixes and places in reports, and how names from other people's files are shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keepbusy.fixes import BY_NAME
 
 
 def tame(text: str, limit: int = 0) -> str:
-    """Names come from a file: whatever could steer a terminal becomes a mark, and what is too long loses its middle."""
+    """Replace what could control a terminal, since names come from files, and cut the middle of what is too long."""
     text = "".join(letter if letter.isprintable() else "�" for letter in text)
     if not limit or len(text) <= limit:
         return text
@@ -18,9 +18,9 @@ def tame(text: str, limit: int = 0) -> str:
 
 
 def spot(where: Where, limit: int = 60) -> str:
-    """A place, never more exactly than it is known: `train.py:31`, or `near train.py:14 in main`."""
+    """A place as exactly as it is known: `train.py:31`, or `near train.py:14 in main`."""
     place = tame(str(where))
-    if not where.file:  # `aten::item, after aten::mm`, without the last parts where there is no room for them
+    if not where.file:  # `aten::item, after aten::mm`: its last parts are dropped first
         while len(place) > limit and ", " in place:
             place = place.rpartition(", ")[0]
         return cut(place, limit)
@@ -31,31 +31,31 @@ def spot(where: Where, limit: int = 60) -> str:
 
 
 def at(where: Where, limit: int = 60) -> str:
-    """The same within a sentence: ` at train.py:31`, ` near train.py:14 in main`."""
+    """A place within a sentence: ` at train.py:31`, ` near train.py:14 in main`."""
     place = spot(where, limit)
     return f"{leading(place)}{place}"
 
 
 def leading(place: str) -> str:
-    """What stands between a sentence and a place, which may begin with a word of its own."""
+    """What joins a sentence and a place: a space if the place begins with a preposition, else ` at `."""
     return " " if place.startswith(("near ", "in ", "between ", "after ", "before ")) else " at "
 
 
 def cut(text: str, limit: int) -> str:
-    """What is too long loses its end."""
+    """Cut the end of what is too long."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def of_a_script(text: str) -> str:
-    """What is said of an iteration, of a script that has none."""
+    """A sentence about an iteration, reworded for a script that has no iterations."""
     return text.replace(" per iteration", "").replace(" one iteration later", " later")
 
 
 # What causes and fixes are called
 
 
-def look(place: str) -> LedgerPlace:
-    """How a place of the ledger is shown, also one that only a later version knows."""
+def ledger_place(place: str) -> LedgerPlace:
+    """The label, sentence and colour of a place of the ledger, even of one that only a later version knows."""
     return LEDGER.get(place) or LedgerPlace(place, place, "#8b9099", place)
 
 
@@ -63,7 +63,7 @@ _EACH_EPOCH = "prepare_in_workers without persistent_workers"
 
 
 def fix(named: str) -> str:
-    """A fix in words that users of PyTorch say, also with its place: what stands for `readback at train.py:31`."""
+    """A fix in words that users of PyTorch say, with its place if `named` has one: `readback at train.py:31`."""
     name, at_place, place = named.partition(" at ")
     if name == _EACH_EPOCH:
         label = "use more loader workers, started in each epoch"

@@ -1,10 +1,10 @@
-"""The page: a run explained in one file that opens in a browser, from a mail attachment as well as from a disk.
+"""The page: a run explained in one HTML file, which a browser opens from a mail attachment as well as from a disk.
 
-It is HTML: the program and the styles that were bundled, and behind them the run as a block of text.
+It holds the bundled script and styles, and the run as a block of base64.
 
-Names come from other people's programs. They are never part of the markup: all of them lie in the block, which is
-base64 and so cannot end its element, and the program puts them on the page as text. The policy in the head lets run
-and look only what was bundled, by its hash, and lets nothing be fetched from anywhere.
+Names come from other people's programs, so they are never part of the markup: they are inside the block, whose base64
+cannot end its element, and the script puts them on the page as text. The policy in the head allows only the bundled
+script and styles, by their hashes, and no request to any server.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _BLOCK_ELEMENT = '<script type="application/octet-stream">{}</script>'
 
 
 class Page(str):
-    """A page as text, which a notebook shows: in a frame of its own that may run scripts and nothing else."""
+    """A page as text. A notebook shows it in a frame that may run scripts and nothing else."""
 
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        look = "width: 100%; height: 620px; border: 0"
-        return f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self)}" style="{look}"></iframe>'
+        style = "width: 100%; height: 620px; border: 0"
+        return f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(self)}" style="{style}"></iframe>'
 
 
 def render(diagnosis: Diagnosis, source: str = "") -> Page:
-    """The page of a diagnosis, with a timeline if the diagnosis holds its iterations. `source` names the run."""
+    """The page of a diagnosis, with a timeline if the diagnosis has its iterations. `source` names the run."""
     return _page(block_of(diagnosis, source))
 
 
@@ -72,13 +72,13 @@ def _page(*blocks: bytes) -> Page:
             style_hash=_hash(style),
             style=style,
             script=script,
-            blocks="\n".join(_BLOCK_ELEMENT.format(base64.b64encode(one).decode("ascii")) for one in blocks),
+            blocks="\n".join(_BLOCK_ELEMENT.format(base64.b64encode(block).decode("ascii")) for block in blocks),
         )
     )
 
 
 def _bundled(name: str) -> str:
-    """As page/ builds it; the test of the bundle says how."""
+    """A file that `make page` builds from the folder page/."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
-"""What a page holds of a run: texts and figures as JSON, spans as columns, packed as in a `.busy` file.
+"""The block of a page: texts and figures as JSON, spans as columns, packed as in a `.busy` file.
 
-8 bytes   how long the header is
-header    JSON, compressed: `words_of`, and how the columns are to be read
-columns   one after another, each compressed, as the header's `tables` name them
+8 bytes   the length of the header
+header    compressed JSON: `words_of`, and how to read the columns
+columns   each compressed, in the order of the header's `tables`
 
 Times are nanoseconds; the page formats them as reports do.
 """
@@ -27,7 +27,7 @@ from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Turns
 from keepbusy.report import race_words, run_report, verdict, words
 from keepbusy.report.edges import missing_edges
 from keepbusy.report.source import fix_line, source_of, text_of
-from keepbusy.report.words import look, tame
+from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline.busy_file import LENGTH, pack
 from keepbusy.timeline.edit import UNLIMITED, Edit
 from keepbusy.timeline.model import NONE, Ints, Kind, MemoryUse
@@ -40,21 +40,21 @@ _LINES_AROUND = 14
 """Lines of the program above and below each line that the page names."""
 _LONGEST_LINE, _MOST_LINES = 240, 6_000
 _LONGEST_NAME = 600
-"""Letters of a name; what is longer loses its middle. C++ names its kernels at length."""
+"""Characters of a name: a longer one, such as C++ gives to kernels, loses its middle."""
 _SPANS = ("lane", "start", "end", "kind", "name", "work", "lag", "awaits", "meeting", "size", "direction", "pinned")
+_EXPLAINED = ("place", "call", "cause", "rest", "culprit", "aside")
 
 
 def block_of(diagnosis: Diagnosis, source: str, more: dict[str, Any] | None = None) -> bytes:
-    """The same bytes for the same diagnosis. `more` stands in the header as well."""
+    """The block; equal diagnoses have equal bytes. `more` is added to the header."""
     tables: dict[str, _Columns] = {}
     moments = {}
-    for number, one in enumerate([diagnosis, *(loop.diagnosis for loop in diagnosis.loops)]):
-        if one.turns is not None:
-            missing = [
-                [first, second, one.races.index(race)] for first, second, race in missing_edges(one.turns, one.races)
-            ]
-            moments[str(number)] = _moment(one.turns) | {"missing": missing}
-            tables |= {f"{number}.{name}": table for name, table in _tables(one, one.turns).items()}
+    for number, explained in enumerate([diagnosis, *(loop.diagnosis for loop in diagnosis.loops)]):
+        if explained.turns is not None:
+            missing, races = missing_edges(explained.turns, explained.races), explained.races
+            missing_rows = [[first, second, races.index(race)] for first, second, race in missing]
+            moments[str(number)] = _moment(explained.turns) | {"missing": missing_rows}
+            tables |= {f"{number}.{name}": table for name, table in _tables(explained, explained.turns).items()}
     packed, described = [], {}
     for name, table in tables.items():
         columns = list(pack(dict(table)))
@@ -71,21 +71,23 @@ def block_of(diagnosis: Diagnosis, source: str, more: dict[str, Any] | None = No
 
 def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
     """The run as a whole, and the analysis of each loop."""
-    run, turns = diagnosis.run, diagnosis.turns
+    run, iterations = diagnosis.run, diagnosis.turns
     return {
         "version": __version__,
         "source": _text(source or words.files(diagnosis.sources)),
-        "looks": {one: {"name": look(one).label, "sentence": look(one).sentence} for one in LEDGER},
+        "looks": {
+            place: {"name": ledger_place(place).label, "sentence": ledger_place(place).sentence} for place in LEDGER
+        },
         "run": None if run is None else _part(run),
         "shares": run.shares if run is not None else (),
-        "recorded": (turns.timeline.facts.recorded or ()) if turns is not None else (),
+        "recorded": (iterations.timeline.facts.recorded or ()) if iterations is not None else (),
         "analyses": [
             _analysis(diagnosis) | {"place": ""},
             *(_analysis(loop.diagnosis) | {"place": _text(loop.place)} for loop in diagnosis.loops),
         ],
         "plain_runs": [
-            {"rank": rank, "steps": one.steps, "step": one.step, "course": _course(one, run)}
-            for rank, one in sorted(diagnosis.plain_runs.items())
+            {"rank": rank, "steps": plain.steps, "step": plain.step, "course": _course(plain, run)}
+            for rank, plain in sorted(diagnosis.plain_runs.items())
         ],
         "sources": _sources(diagnosis),
     }
@@ -96,7 +98,7 @@ def _text(value: str) -> str:
 
 
 def _analysis(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The verdict of one loop, the time of its iteration, why the GPU is idle in it, and its plan."""
+    """The verdict of one loop, its ledger and causes, and its plan."""
     summary = verdict.summary(diagnosis)
     return {
         "header": _text(summary.header),
@@ -109,19 +111,19 @@ def _analysis(diagnosis: Diagnosis) -> dict[str, Any]:
         "noise": diagnosis.noise,
         "script": diagnosis.one_turn,
         "ledger": [[place, diagnosis.ledger[place]] for place in LEDGER if diagnosis.ledger.get(place, 0) > 0],
-        "reasons": [_cause(one) for one in diagnosis.causes],
+        "reasons": [_cause(cause) for cause in diagnosis.causes],
         "plan": list(_plan(diagnosis, summary.items)),
         "late": [
-            {"rank": one.rank, "late": one.late, "cause": one.cause, "where": _place(one.where)}
-            for one in diagnosis.late
+            {"rank": late.rank, "late": late.late, "cause": late.cause, "where": _place(late.where)}
+            for late in diagnosis.late
         ],
         "notes": [[label, _text(sentence)] for label, sentence in run_report.margin(diagnosis)],
-        "races": [_text(f"{race_words.sentence(one)} {race_words.remedy(one)}") for one in diagnosis.races],
+        "races": [_text(f"{race_words.sentence(race)} {race_words.remedy(race)}") for race in diagnosis.races],
     }
 
 
 def _place(where: Where) -> dict[str, Any]:
-    """`file` and `line` only where the recording knows them exactly enough to show the line."""
+    """A place; `source` is empty if the line is not known or the file does not exist."""
     source = source_of(where) if where.file else None
     return {
         "text": words.spot(where, 80),
@@ -133,17 +135,17 @@ def _place(where: Where) -> dict[str, Any]:
     }
 
 
-def _cause(one: Cause) -> dict[str, Any]:
+def _cause(cause: Cause) -> dict[str, Any]:
     return {
-        "cause": one.cause,
-        "wait": one.wait,
-        "count": one.count,
-        "sites": [{"where": _place(site.where), "wait": site.wait} for site in one.sites],
-        "what": _text(one.what),
-        "advice": _text(one.advice),
-        "code": _text(fix_line(one.fix, one.where, one.remedy)),
-        "predicted": [one.predicted.step, one.predicted.low, one.predicted.high],
-        "same": one.same_wait_as,
+        "cause": cause.cause,
+        "wait": cause.wait,
+        "count": cause.count,
+        "sites": [{"where": _place(site.where), "wait": site.wait} for site in cause.sites],
+        "what": _text(cause.what),
+        "advice": _text(cause.advice),
+        "code": _text(fix_line(cause.fix, cause.where, cause.remedy)),
+        "predicted": [cause.predicted.step, cause.predicted.low, cause.predicted.high],
+        "same": cause.same_wait_as,
     }
 
 
@@ -163,7 +165,7 @@ def _plan(diagnosis: Diagnosis, items: tuple[verdict.Item, ...]) -> Iterator[dic
             "where": _place(fix.where[0]) if fix.where else None,
             "causes": list(fix.causes),
             "predicted": [row.after, row.low, row.high],
-            "iterations": _text(run_report.turns_meant(fix, diagnosis)),
+            "iterations": _text(run_report.iterations_meant(fix, diagnosis)),
             "alone": fix.alone,
             "needs": [_text(name) for name in needs],
             "instead": [_text(words.fix(other)) for other in fix.instead],
@@ -174,24 +176,24 @@ def _plan(diagnosis: Diagnosis, items: tuple[verdict.Item, ...]) -> Iterator[dic
         }
 
 
-def compared(done: Comparison) -> dict[str, Any]:
-    """What changed from one run to the other; a change is the time before, the time after, and if it is no noise."""
-    run, predicted = done.run, done.foretold
+def compared(comparison: Comparison) -> dict[str, Any]:
+    """The differences of two runs. A change is the time before, the time after, and whether it exceeds the noise."""
+    run, predicted = comparison.run, comparison.foretold
     return {
-        "step": _change(done.step),
-        "ledger": [[name, *_change(change)] for name, change in done.ledger.items()],
+        "step": _change(comparison.step),
+        "ledger": [[name, *_change(change)] for name, change in comparison.ledger.items()],
         "plan": [
             {
-                "fix": _text(words.fix(one.fix.fix)),
-                "where": words.spot(one.fix.where[0], 80) if one.fix.where else "",
-                "made": one.made,
-                "saves": one.fix.gain,
+                "fix": _text(words.fix(outcome.fix.fix)),
+                "where": words.spot(outcome.fix.where[0], 80) if outcome.fix.where else "",
+                "made": outcome.made,
+                "saves": outcome.fix.gain,
             }
-            for one in done.plan
+            for outcome in comparison.plan
         ],
         "predicted": None if predicted is None else [predicted.step, predicted.low, predicted.high],
-        "run": None if run is None else [run.before, run.after, done.run_foretold],
-        "notes": [_text(note) for note in done.notes],
+        "run": None if run is None else [run.before, run.after, comparison.run_foretold],
+        "notes": [_text(note) for note in comparison.notes],
     }
 
 
@@ -200,16 +202,15 @@ def _change(change: Change) -> list[Any]:
 
 
 def _course(plain: PlainRun, run: Part | None) -> dict[str, Any]:
-    """`ended` counts from the run's first moment; where its clock is not known, steps fill the likeliest loop."""
+    """`ended` counts from the run's start; if its clock is unknown, steps fill the loop with the closest number."""
     course = plain.course
-    took = [course.each * step for step in course.step]
-    ended = [*accumulate(took)]
+    ended = [*accumulate(course.each * step for step in course.step)]
     if run is not None and run.clock != NONE and course.ended:
         ended = [end - run.clock for end in course.ended]
     elif run is not None and ended:
         loop = min(run.within(), key=lambda part: abs(part.turns - plain.steps - plain.warm_up))
-        stretched = loop.time / max(1, ended[-1])
-        ended = [loop.began + round(stretched * end) for end in ended]
+        scale = loop.time / max(1, ended[-1])
+        ended = [loop.began + round(scale * end) for end in ended]
     return asdict(course) | {"ended": ended}
 
 
@@ -228,78 +229,77 @@ def _part(part: Part) -> dict[str, Any]:
         "least": part.at_least,
         "iteration": None if part.turn == NONE else [part.turn, part.low, part.high],
         "slow": None if slow is None else [slow.count, slow.every, slow.regular, slow.longer, _text(slow.place)],
-        "parts": [_part(one) for one in part.parts],
+        "parts": [_part(inner) for inner in part.parts],
     }
 
 
 def _sources(diagnosis: Diagnosis) -> dict[str, list[list[Any]]]:
-    """Of each file that lies where the recording says, the lines around those that are spoken of: `[number, text]`."""
-    wanted: dict[str, set[int]] = {}
-    for where in _spoken_of(diagnosis):
-        wanted.setdefault(where.file, set()).add(where.line)
-    shown, room = {}, _MOST_LINES
-    for file, lines in wanted.items():
-        kept = _around(text_of(Where(file)).splitlines(), lines)[:room]
-        room -= len(kept)
-        if kept:
-            shown[_text(file)] = kept
-    return shown
+    """For each file that exists, the lines around those that the page names: `[number, text]`."""
+    named: dict[str, set[int]] = {}
+    for where in _places_named(diagnosis):
+        named.setdefault(where.file, set()).add(where.line)
+    sources, room = {}, _MOST_LINES
+    for file, numbers in named.items():
+        lines = _around(text_of(Where(file)).splitlines(), numbers)[:room]
+        room -= len(lines)
+        if lines:
+            sources[_text(file)] = lines
+    return sources
 
 
-def _spoken_of(diagnosis: Diagnosis) -> Iterator[Where]:
-    for one in (diagnosis, *(loop.diagnosis for loop in diagnosis.loops)):
-        yield from (site.where for cause in one.causes for site in cause.sites)
-        yield from (where for fix in one.plan for where in fix.where)
-        yield from one.turns.places if one.turns is not None else ()
+def _places_named(diagnosis: Diagnosis) -> Iterator[Where]:
+    for explained in (diagnosis, *(loop.diagnosis for loop in diagnosis.loops)):
+        yield from (site.where for cause in explained.causes for site in cause.sites)
+        yield from (where for fix in explained.plan for where in fix.where)
+        yield from explained.turns.places if explained.turns is not None else ()
     for part in diagnosis.run.within() if diagnosis.run is not None else ():
         file, _, line = part.place.rpartition(":")
         if line.isdecimal():
             yield Where(file, int(line))
 
 
-def _around(lines: list[str], wanted: Iterable[int]) -> list[list[Any]]:
-    near = {line + step for line in wanted for step in range(-_LINES_AROUND, _LINES_AROUND + 1)}
-    return [
-        [line, tame(lines[line - 1].expandtabs(4)[:_LONGEST_LINE])] for line in sorted(near) if 0 < line <= len(lines)
-    ]
+def _around(lines: list[str], numbers: Iterable[int]) -> list[list[Any]]:
+    near = {number + step for number in numbers for step in range(-_LINES_AROUND, _LINES_AROUND + 1)}
+    shown = (number for number in sorted(near) if 0 < number <= len(lines))
+    return [[number, tame(lines[number - 1].expandtabs(4)[:_LONGEST_LINE])] for number in shown]
 
 
 # Its spans
 
 
-def _moment(turns: Turns) -> dict[str, Any]:
-    """Iterations without their columns; the header holds them under the number of their analysis."""
-    timeline = turns.timeline
-    used = np.unique(np.concatenate([timeline.spans.name, turns.call[turns.call != NONE], timeline.meetings.name]))
-    names = ["" if index not in used else one for index, one in enumerate(timeline.names)] if len(used) else []
+def _moment(iterations: Turns) -> dict[str, Any]:
+    """The iterations of an analysis, without their columns."""
+    timeline = iterations.timeline
+    used = np.unique(
+        np.concatenate([timeline.spans.name, iterations.call[iterations.call != NONE], timeline.meetings.name])
+    )
+    names = ["" if index not in used else name for index, name in enumerate(timeline.names)] if len(used) else []
     return {
         "lanes": [[lane.rank, lane.device, lane.number, tame(lane.name, 80)] for lane in timeline.lanes],
         "names": [tame(name, _LONGEST_NAME) for name in names],
-        "places": [_place(one) for one in turns.places],
+        "places": [_place(place) for place in iterations.places],
         "pending": timeline.facts.pending_limit,
         "once": timeline.facts.one_turn,
-        "ratio": turns.ratio,
+        "ratio": iterations.ratio,
         "link": timeline.facts.pinned_bandwidth,
-        "peaks": memory_peaks(turns),
+        "peaks": memory_peaks(iterations),
         "ranks": timeline.ranks,
     }
 
 
-def _tables(diagnosis: Diagnosis, turns: Turns) -> dict[str, _Columns]:
-    timeline = turns.timeline
+def _tables(diagnosis: Diagnosis, iterations: Turns) -> dict[str, _Columns]:
+    timeline = iterations.timeline
     spans, origin = timeline.spans.columns(), int(timeline.spans.start.min(initial=1 << 62)) if len(timeline) else 0
     rows = {name: spans[name].astype(np.int64) for name in _SPANS}
     rows |= {"start": rows["start"] - origin, "end": rows["end"] - origin}
-    rows |= {
-        name: getattr(turns, name).astype(np.int64) for name in ("place", "call", "cause", "rest", "culprit", "aside")
-    }
+    rows |= {name: getattr(iterations, name).astype(np.int64) for name in _EXPLAINED}
     tables: dict[str, _Columns] = {"spans": rows, "marks": {"marks": np.asarray(timeline.marks, np.int64)}}
     for part, table in {"links": timeline.links, "meetings": timeline.meetings}.items():
         tables[part] = {name: column.astype(np.int64) for name, column in table.columns().items()}
     if len(timeline.memory):
-        tables["memory"] = memory_table(turns, origin)
+        tables["memory"] = memory_table(iterations, origin)
     for number, row in enumerate(run_report.planned_rows(diagnosis)):
-        edit = turns.edit_of(row.fix)
+        edit = iterations.edit_of(row.fix)
         if edit is not None:
             tables[f"fix{number}"] = _flags(edit)
             tables[f"fix{number}.scale"] = _scales(edit)
@@ -307,54 +307,54 @@ def _tables(diagnosis: Diagnosis, turns: Turns) -> dict[str, _Columns]:
 
 
 def _flags(edit: Edit) -> _Columns:
-    """Bits of what becomes of a row with its side lane above them, and the work that it keeps, or -1 for all of it."""
+    """For each row: bits for what the edit does to it, above them its side lane, and its work (-1 if unchanged)."""
     flags = edit.drop_wait * 1 + edit.drop * 2 + edit.capture * 4 + edit.lane * 8
     return {"flags": flags.astype(np.int64), "limit": np.where(edit.work < UNLIMITED, edit.work, -1).astype(np.int64)}
 
 
 def _scales(edit: Edit) -> _Columns:
-    """The few rows that take another share of their time; each share as the two halves of a double's bits."""
+    """The few rows whose work is scaled, and their factors as the low and the high half of a double's bits."""
     rows = np.flatnonzero(edit.scale != 1.0)
     low, high = edit.scale[rows].astype("<f8").view("<u4").reshape(-1, 2).astype(np.int64).T
     return {"row": rows.astype(np.int64), "low": low, "high": high}
 
 
-# What the device's memory held over the iterations, where the recording knows
+# Memory of the device during the iterations, if the recording has it
 
 _PEAK_LINES = 8
-"""That hold most of the peak; the others together."""
+"""So many lines that hold most of a peak are named; the others are summed."""
 
 
-def memory_table(turns: Turns, origin: int) -> Mapping[str, Ints]:
-    """All that was allocated and freed during the iterations; times count from `origin`."""
-    memory = turns.timeline.memory.take(_within(turns))
+def memory_table(iterations: Turns, origin: int) -> Mapping[str, Ints]:
+    """What was allocated and freed during the iterations. Times count from `origin`."""
+    memory = iterations.timeline.memory.take(_within(iterations))
     return {
-        "rank": _ranks(turns, memory),
+        "rank": _ranks(iterations, memory),
         "device": memory.device.astype(np.int64),
         "time": memory.time - origin,
-        "row": _rows(turns, memory),
+        "row": _rows(iterations, memory),
         "allocated": memory.allocated,
         "reserved": memory.reserved,
     }
 
 
-def memory_peaks(turns: Turns) -> list[dict[str, Any]]:
-    """Of each rank's devices the moment at which most was allocated, and the lines that had taken it.
+def memory_peaks(iterations: Turns) -> list[dict[str, Any]]:
+    """For each device of each rank, the moment with most memory allocated, and the lines that had allocated it.
 
-    Of several such moments it is the last: of what it holds most was seen being taken.
+    Of several such moments it is the last, because most of its allocations were recorded.
     """
-    memory, found = turns.timeline.memory, []
-    ranks, places, within = _ranks(turns, memory), _places(turns, memory), _within(turns)
+    memory, peaks = iterations.timeline.memory, []
+    ranks, places, within = _ranks(iterations, memory), _places(iterations, memory), _within(iterations)
     for rank, device in sorted(set(zip(ranks[within].tolist(), memory.device[within].tolist(), strict=True))):
-        mine = np.flatnonzero((ranks == rank) & (memory.device == device))
-        seen = mine[np.isin(mine, within)]
-        peak = int(seen[np.flatnonzero(memory.allocated[seen] == memory.allocated[seen].max())[-1]])
-        held: Counter[int] = Counter()
-        for row in _alive(memory, mine[mine <= peak]):
-            held[int(places[row])] += int(memory.size[row])
+        of_device = np.flatnonzero((ranks == rank) & (memory.device == device))
+        drawn = of_device[np.isin(of_device, within)]
+        peak = int(drawn[np.flatnonzero(memory.allocated[drawn] == memory.allocated[drawn].max())[-1]])
+        size_of_place: Counter[int] = Counter()
+        for row in _alive(memory, of_device[of_device <= peak]):
+            size_of_place[int(places[row])] += int(memory.size[row])
         allocated = int(memory.allocated[peak])
-        lines = [(place, size) for place, size in held.most_common() if place != NONE][:_PEAK_LINES]
-        found.append(
+        lines = [(place, size) for place, size in size_of_place.most_common() if place != NONE][:_PEAK_LINES]
+        peaks.append(
             {
                 "rank": rank,
                 "device": device,
@@ -365,47 +365,47 @@ def memory_peaks(turns: Turns) -> list[dict[str, Any]]:
                 "rest": allocated - sum(size for _, size in lines),
             }
         )
-    return found
+    return peaks
 
 
-def _within(turns: Turns) -> Ints:
-    """Rows of the memory from the first row of the host to the last."""
-    host, time = turns.timeline.spans.take(~turns.timeline.on_device), turns.timeline.memory.time
+def _within(iterations: Turns) -> Ints:
+    """Rows of the memory between the first and the last row of the host."""
+    host, time = iterations.timeline.spans.take(~iterations.timeline.on_device), iterations.timeline.memory.time
     return np.flatnonzero((time >= host.start.min(initial=1 << 62)) & (time <= host.end.max(initial=0)))
 
 
-def _ranks(turns: Turns, memory: MemoryUse) -> Ints:
-    return turns.timeline.rank_of_lanes[memory.lane]
+def _ranks(iterations: Turns, memory: MemoryUse) -> Ints:
+    return iterations.timeline.rank_of_lanes[memory.lane]
 
 
-def _rows(turns: Turns, memory: MemoryUse) -> Ints:
-    """The row of its thread that ran then, or before; NONE before the first."""
-    timeline, found = turns.timeline, np.full(len(memory), NONE, np.int64)
+def _rows(iterations: Turns, memory: MemoryUse) -> Ints:
+    """The last row of the thread that began before each row of the memory, or NONE."""
+    timeline, row_before = iterations.timeline, np.full(len(memory), NONE, np.int64)
     for lane in np.unique(memory.lane).tolist():
-        mine, rows = np.flatnonzero(memory.lane == lane), timeline.rows_of(lane)
-        at = np.searchsorted(timeline.spans.start[rows], memory.time[mine], side="right") - 1
-        found[mine] = np.where(at >= 0, rows[np.maximum(at, 0)], NONE) if len(rows) else NONE
-    return found
+        of_lane, rows = np.flatnonzero(memory.lane == lane), timeline.rows_of(lane)
+        before = np.searchsorted(timeline.spans.start[rows], memory.time[of_lane], side="right") - 1
+        row_before[of_lane] = np.where(before >= 0, rows[np.maximum(before, 0)], NONE) if len(rows) else NONE
+    return row_before
 
 
-def _places(turns: Turns, memory: MemoryUse) -> Ints:
-    """Whose it is: memory is taken just before the command that is to fill it is launched."""
-    spans, found = turns.timeline.spans, _rows(turns, memory)
+def _places(iterations: Turns, memory: MemoryUse) -> Ints:
+    """The place of the next launch: memory is allocated just before the launch of the command that fills it."""
+    spans, rows = iterations.timeline.spans, _rows(iterations, memory)
     for lane in np.unique(memory.lane).tolist():
         launches = np.flatnonzero((spans.lane == lane) & (spans.kind == Kind.LAUNCH))
-        mine = np.flatnonzero((memory.lane == lane) & (memory.time >= spans.start.min(initial=1 << 62)))
-        at = np.searchsorted(spans.start[launches], memory.time[mine])
-        known = at < len(launches)
-        found[mine[known]] = launches[at[known]]
-    return np.where(found == NONE, NONE, turns.place[found])
+        of_lane = np.flatnonzero((memory.lane == lane) & (memory.time >= spans.start.min(initial=1 << 62)))
+        following = np.searchsorted(spans.start[launches], memory.time[of_lane])
+        has_launch = following < len(launches)
+        rows[of_lane[has_launch]] = launches[following[has_launch]]
+    return np.where(rows == NONE, NONE, iterations.place[rows])
 
 
 def _alive(memory: MemoryUse, rows: Ints) -> list[int]:
-    """Rows that took memory which none of these rows has given back."""
-    taken: dict[int, int] = {}
+    """Rows that allocated memory which none of these rows freed."""
+    allocated_by: dict[int, int] = {}
     for row, block, size in zip(rows.tolist(), memory.block[rows].tolist(), memory.size[rows].tolist(), strict=True):
         if size > 0:
-            taken[block] = row
+            allocated_by[block] = row
         else:
-            taken.pop(block, None)
-    return list(taken.values())
+            allocated_by.pop(block, None)
+    return list(allocated_by.values())
