@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepbusy.cli.doctor import device_file, distances, harms, joins, law, link_harms
+from keepbusy.cli.doctor import connections, device_file, distances, harms, law, link_harms
 from keepbusy.timeline.files import BadInput
 from keepbusy.virtual.costs.device import crossings
 from keepbusy.virtual.costs.device import read as read_device
@@ -158,11 +158,11 @@ TABLE = (
 
 
 def test_the_drivers_table_says_what_joins_two_gpus() -> None:
-    found = joins(TABLE)
+    found = connections(TABLE)
     assert found["0000:1b:00.0", "0000:3d:00.0"] == "NV12"
     assert found["0000:de:00.0", "0000:1b:00.0"] == "SYS"
     assert len(found) == 16
-    assert joins("") == joins("No devices were found") == {}
+    assert connections("") == connections("No devices were found") == {}
 
 
 def test_a_link_far_below_what_it_carries_is_named() -> None:

@@ -93,7 +93,7 @@ def test_the_plan_s_own_fixes_come_first_then_what_may_serve_in_their_place(sear
         "change 2 of 3, 'remove the synchronization'",
         "change 3 of 3, 'use a fused optimizer'",
     ]
-    [source] = found.held.values()
+    [source] = found.sources.values()
     assert "num_workers=4" in source
     assert "synchronize" in source
     assert "fused=True" in source
@@ -128,7 +128,7 @@ rewrite at train.py:6
 def test_workers_that_change_the_results_are_tried_as_others_that_start_in_each_epoch(search, capsys) -> None:  # type: ignore[no-untyped-def]
     found = search(Runs("its losses differ by 2%", "gains 4 ms", "its weights differ.", "gains 1 ms"))
     found.go()
-    [source] = found.held.values()
+    [source] = found.sources.values()
     assert "num_workers=4, pin_memory=True)" in source
     assert "  instead of 'use more loader workers' at train.py:4\n  gains 4 ms\n" in capsys.readouterr().out
 
@@ -148,7 +148,7 @@ def test_what_was_not_tried_is_named_and_what_holds_stays(search, capsys, ends: 
         with pytest.raises(KeyboardInterrupt):
             found.go()
         found.end("time is over")
-    assert "num_workers=4" in found.held["train.py"]
+    assert "num_workers=4" in found.sources["train.py"]
     assert (
         """
 not tried, since time is over:
@@ -198,7 +198,7 @@ def test_a_graph_is_held_against_optimizers_that_round_as_it_does(
 
 def test_what_is_made_along_with_a_graph_stands_beside_it(search, capsys) -> None:  # type: ignore[no-untyped-def]
     found = search(Runs("gains 5 ms", "its weights differ.", "gains 1 ms"))
-    found._kept.add("graph")
+    found._edits_held.add("graph")
     found.go()
     assert (
         "use a fused optimizer at train.py:3\n  beside 'capture as a CUDA graph' at train.py:4\n"

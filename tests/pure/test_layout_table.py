@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepbusy.cli.plan import LayoutPlan, SpreadLayout, Trial, _asked, _layouts
+from keepbusy.cli.plan import LayoutPlan, SpreadLayout, Trial, _layouts, _parsed
 from keepbusy.timeline.files import BadInput
 
 MS, GB = 1_000_000, 10**9
@@ -27,7 +27,7 @@ def plan(*trials: Trial, price: float | None = None) -> LayoutPlan:
 def test_the_fastest_that_fits_comes_first_and_what_does_not_fit_last() -> None:
     found = plan(PARTS, COPIES, SHARDS)
     assert [one.layout for one in found.ordered] == [SpreadLayout(3, 1), SpreadLayout(2, 4), SpreadLayout(0, 1)]
-    told = "".join(found.told())
+    told = "".join(found.table())
     assert "keepbusy.spread(model, optimizer, loader, shard=3, example=batch)" in told
     assert "23% slower: more communication" in told
     assert "does not fit: 10 GB too much" in told
@@ -39,7 +39,7 @@ def test_of_batches_that_each_rank_brings_the_pace_counts_and_not_the_step() -> 
     few = trial(SpreadLayout(2, 4), 100, 80, 10, 40, batches=16)
     found = plan(few, many)
     assert found.ordered[0] is many
-    assert "batches/s" in "".join(found.told())
+    assert "batches/s" in "".join(found.table())
     assert found.as_json()["layouts"][0]["batches_per_second"] == pytest.approx(64 / 0.130)
 
 
@@ -50,7 +50,7 @@ def test_what_a_million_batches_cost() -> None:
 
 
 def test_where_nothing_fits_that_is_said() -> None:
-    told = "".join(plan(COPIES).told())
+    told = "".join(plan(COPIES).table())
     assert "None fits into 140 GB" in told
     assert "keepbusy.spread(" not in told
 
@@ -70,4 +70,4 @@ def test_parts_of_a_layer_stay_within_a_host() -> None:
 )
 def test_a_layout_that_is_none_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(BadInput, match="is no layout of 8 GPUs; give shard=0 to 3"):
-        list(_asked(text, 8))
+        list(_parsed(text, 8))

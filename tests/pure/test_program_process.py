@@ -45,7 +45,7 @@ def program(_):
 
 process = ours.ProgramProcess(program)
 os.write(1, b"watched\\n")
-process.hear()
+process.wait_for_program()
 """
 
 

@@ -131,7 +131,7 @@ def test_who_interrupts_it_before_the_program_has_begun_sees_it_die_of_the_signa
 
 
 def test_a_fault_of_the_report_is_no_end_of_the_program(record) -> None:
-    done = record("raise SystemExit(7)", also="recorded._whole = lambda *_: 1 / 0\n")
+    done = record("raise SystemExit(7)", also="recorded._logged_timeline = lambda *_: 1 / 0\n")
     assert done.returncode == 7
     assert "this is a bug of keepbusy" in done.stderr
     assert "ZeroDivisionError" in done.stderr
@@ -211,7 +211,7 @@ def test_live_draws_at_the_bottom_and_leaves_what_the_program_prints(tmp_path: P
 
     watching = threading.Thread(target=watch)
     watching.start()
-    soon = "recorded._FIRST_LOOK = 0.1\nimport keepbusy.log.program_log as log\nlog._WRITES_EVERY = 10**8\n"
+    soon = "recorded._LEAST_PAUSE = 0.1\nimport keepbusy.log.program_log as log\nlog._WRITES_EVERY = 10**8\n"
     record("import sys\n" + TALKS, "--live", stderr=theirs, also=soon + LOOKS_ASIDE)
     os.close(theirs)
     watching.join()

@@ -1,7 +1,7 @@
-"""The command line: `keepbusy VERB …`. One file a verb; what a verb returns is what it prints.
+"""The command line: `keepbusy VERB …`. Each verb has a file, and its `run` returns what is printed.
 
-Here stands what all verbs share: standard output, values, a program, files, the explanation. Rooms are imported when
-needed: the command begins at once.
+This file holds what verbs share: output, option values, programs, files, explanations. Other rooms are imported only
+when needed, so that the command starts at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VERBS = {
     "completion": "complete verbs and options in bash, zsh or fish",
     "learn": "read the course: how GPUs work and wait, in programs that need none",
 }
-"""Each is a file here, which is imported once its verb is called: it holds `add_arguments`, `run` and EXAMPLES."""
+"""Each verb is a file with `add_arguments`, `run` and EXAMPLES, which is imported when the verb is called."""
 DESCRIPTION = "Which line of a PyTorch program makes the GPU wait, what fixing it saves, and the fix."
 EXAMPLES = """\
 to begin with:
@@ -72,18 +72,18 @@ exit codes: 0 fine, 1 a check failed, 2 something was wrong with the input, 3 a 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     try:
-        given = sys.argv[1:] if arguments is None else arguments
-        parser = _parser(given)
-        if not given:
+        arguments = sys.argv[1:] if arguments is None else arguments
+        parser = _parser(arguments)
+        if not arguments:
             print_parts((parser.format_help(),))
             return FINE
-        options, unknown = parser.parse_known_args(given)
+        options, unknown = parser.parse_known_args(arguments)
         if unknown:
             raise BadInput(
                 f"`{options.prog}` does not know {' '.join(unknown)}; `{options.prog} --help` shows what it takes."
             )
         print_parts(options.run(options))
-    except KeyboardInterrupt:  # Python ends, and dies of the signal: so a shell's loop ends, too
+    except KeyboardInterrupt:  # Python dies of the signal, so that a loop of the shell ends, too
         sys.excepthook = lambda *_: None
         raise
     except BrokenPipeError:
@@ -95,50 +95,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Speaks in one sentence, like everything else here."""
+    """Reports errors in one sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message}. `{self.prog} --help` shows how it goes.")
 
 
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
-    """Of all verbs by name; of the one that is called, with what it takes."""
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser that knows the names of all verbs, and the arguments of the verb that is called."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="keepbusy", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"keepbusy {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    called = next((word for word in given if not word.startswith("-")), None)
+    called = next((word for word in arguments if not word.startswith("-")), None)
     for name, summary in VERBS.items():
-        its_parser = verbs.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
+        verb_parser = verbs.add_parser(name, help=summary, formatter_class=raw, allow_abbrev=False)
         if name == called:
             verb = import_module(f"keepbusy.cli.{name}")
-            its_parser.description, its_parser.epilog = verb.__doc__, verb.EXAMPLES
-            verb.add_arguments(its_parser)
-            its_parser.set_defaults(run=verb.run, prog=its_parser.prog)
+            verb_parser.description, verb_parser.epilog = verb.__doc__, verb.EXAMPLES
+            verb.add_arguments(verb_parser)
+            verb_parser.set_defaults(run=verb.run, prog=verb_parser.prog)
     return parser
 
 
-# Standard output, or a file that appears only once it is whole
+# Standard output, errors, and files
 
 ISSUES = "the issue tracker of keepbusy"
-HUNG_UP = 141  # 128 + SIGPIPE: what a shell says of a reader that left
+HUNG_UP = 141  # 128 + SIGPIPE: the shell's code for a program whose reader has gone
 
 
 def line_of(sentence: str) -> str:
     """Format a sentence as one line of printable letters."""
-    line = "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in " ".join(sentence.split())
-    )
+    letters = " ".join(sentence.split())
+    line = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in letters)
     return f"keepbusy: {line}\n"
 
 
 def sentence_of(error: Exception) -> str:
-    """What the user is told of it. No user should have to read a traceback."""
+    """The message for the user, without a traceback."""
     if isinstance(error, BadInput):
         return str(error)
     if isinstance(error, OSError):
-        what = error.strerror or type(error).__name__
-        return f"{error.filename}: {what}." if error.filename else f"{what}."
+        reason = error.strerror or type(error).__name__
+        return f"{error.filename}: {reason}." if error.filename else f"{reason}."
     if os.environ.get("KEEPBUSY_DEBUG") == "1":
         traceback.print_exception(error)
     return (
@@ -147,15 +146,15 @@ def sentence_of(error: Exception) -> str:
     )
 
 
-def need_pytorch(what: str) -> None:
+def need_pytorch(subject: str) -> None:
     if find_spec("torch") is None:
-        raise BadInput(without_pytorch(what))
+        raise BadInput(without_pytorch(subject))
 
 
-def without_pytorch(what: str) -> str:
-    """The message where PyTorch is not installed."""
+def without_pytorch(subject: str) -> str:
+    """The message if PyTorch is not installed."""
     return (
-        f"{what} needs PyTorch, which {sys.executable} does not have; install it with "
+        f"{subject} needs PyTorch, which {sys.executable} does not have; install it with "
         f"`{sys.executable} -m pip install 'torch>=2.9'`. Traces are explained without it."
     )
 
@@ -168,7 +167,7 @@ def complain(sentence: str) -> None:
 
 
 def print_parts(parts: Iterable[str]) -> None:
-    """Write to standard output whatever its encoding, and fail at once if nobody takes it."""
+    """Write to standard output in its encoding, and fail at once if it is closed."""
     if sys.stdout is None:
         return
     encoding = sys.stdout.encoding or "utf-8"
@@ -181,16 +180,16 @@ def print_parts(parts: Iterable[str]) -> None:
                 continue
             sys.stdout.flush()
             rest = memoryview(encoded)
-            while rest:  # where PYTHONUNBUFFERED is set, Python's own text layer drops what one write does not take
+            while rest:  # with PYTHONUNBUFFERED one write may take only a part, and Python's text layer drops the rest
                 rest = rest[binary.write(rest) :]
         sys.stdout.flush()
-    except OSError:  # it would fail once more when Python closes standard output
+    except OSError:  # otherwise it would fail again when Python closes standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
 
 def check_place(path: Path) -> None:
-    """Raise BadInput if no file can be written there, before the work begins."""
+    """Raise BadInput before the work begins if no file can be written there."""
     target = Path(os.path.realpath(path))
     if target.is_dir() or not target.parent.is_dir():
         raise BadInput(f"{path}: this is no place for a file; name a file in a folder that exists.")
@@ -198,7 +197,7 @@ def check_place(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Screen:
-    """What standard output can show."""
+    """The abilities of standard output."""
 
     width: int
     colour: bool
@@ -207,7 +206,7 @@ class Screen:
 
 
 def screen() -> Screen:
-    """The terminal's width, or 100 where there is none; colour only where it is wanted."""
+    """The terminal's width, or 100 without a terminal; colour only if it is wanted."""
     width = shutil.get_terminal_size((100, 40)).columns
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     colour = bool(os.environ.get("FORCE_COLOR")) or (is_terminal and os.environ.get("TERM") != "dumb")
@@ -219,14 +218,14 @@ def screen() -> Screen:
     return Screen(max(40, min(width, 110)), colour and not os.environ.get("NO_COLOR"), unicode, is_terminal)
 
 
-# What may stand behind a flag
+# Values of options
 
 _LONGEST = 24 * 3600 * NANOSECONDS["s"]
 _DURATION = re.compile(r"([+-]?[0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)", re.IGNORECASE)
 
 
 def step_time(text: str) -> int:
-    """Nanoseconds: `25.0` is milliseconds, `25ms` and `0.025s` say so themselves."""
+    """Nanoseconds of a text such as `25.0`, which is milliseconds, `25ms` or `0.025s`."""
     match = _DURATION.fullmatch(text.strip())
     unit = NANOSECONDS.get(match[2].lower() or "ms") if match else None
     time = _number(match[1]) * unit if match and unit else math.nan
@@ -264,17 +263,17 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def causes(text: str) -> tuple[str, ...]:
-    known, asked = fixable(), listed(text)
-    for name in asked:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is no cause that can be fixed; there are {', '.join(known)}")
-    if not asked:
-        raise argparse.ArgumentTypeError(f"no cause was named; there are {', '.join(known)}")
-    return tuple(dict.fromkeys(asked))
+    choices, names = fixable(), listed(text)
+    for name in names:
+        if name not in choices:
+            raise argparse.ArgumentTypeError(f"{name!r} is no cause that can be fixed; there are {', '.join(choices)}")
+    if not names:
+        raise argparse.ArgumentTypeError(f"no cause was named; there are {', '.join(choices)}")
+    return tuple(dict.fromkeys(names))
 
 
 def add_what_if(parser: argparse.ArgumentParser) -> None:
-    """`--mend` is its old name, kept for commands that were written down."""
+    """`--mend` is the old name of the option, kept for old commands."""
     parser.add_argument(
         "--what-if", type=causes, metavar="CAUSES", default=(), help="predict the step with these fixed"
     )
@@ -296,13 +295,11 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def whole_number(of_what: str, most: int, least: int = 1) -> Callable[[str], int]:
-
+def whole_number(unit: str, most: int, least: int = 1) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not text.isdecimal() or len(text) > len(str(most)) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no number of {of_what}; give a whole number from {least} to {most:,}"
-            )
+            message = f"{text!r} is no number of {unit}; give a whole number from {least} to {most:,}"
+            raise argparse.ArgumentTypeError(message)
         return int(text)
 
     return read
@@ -316,19 +313,19 @@ def amount(text: str) -> float:
     return number
 
 
-# A program and on what it runs: what the verbs that run one are all asked, and what another run is told of it
+# Options of verbs that run a program: the program and its machine
 
 MOST_RANKS = 64
-"""That are started on one machine."""
+"""The most ranks that are started on one machine."""
 
 
-def add_program(parser: argparse.ArgumentParser, what: str, metavar: str = "SCRIPT") -> None:
+def add_program(parser: argparse.ArgumentParser, description: str, metavar: str = "SCRIPT") -> None:
     parser.add_argument("-m", dest="module", action="store_true", help="what follows names a module, not a script")
-    parser.add_argument("program", metavar=metavar, nargs=argparse.PARSER, help=what)
+    parser.add_argument("program", metavar=metavar, nargs=argparse.PARSER, help=description)
 
 
 def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """The script, which is there, and its own arguments; `--` may part both from ours."""
+    """The script, which exists, and its arguments; `--` may separate both from keepbusy's options."""
     from keepbusy.program.script import find
 
     script, *arguments = options.program[1:] if options.program[0] == "--" else options.program
@@ -340,32 +337,31 @@ def program_in(options: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def hint_at_own_options(options: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
-    """A line on standard error about arguments of the program that the verb would have taken before it. None about
-    those that the script names itself."""
-    own = argparse.ArgumentParser(add_help=False)
-    add_arguments(own)
+    """Write a hint if arguments of the program are options of this verb, unless the script contains them itself."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
     script, arguments = program_in(options)
     text = ""
     with suppress(OSError):
         text = "" if options.module else Path(script).read_text(encoding="utf-8", errors="replace")
-    words = dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith("--"))
-    named = [word for word in words if word in own._option_string_actions and word not in text]
-    if named:
-        are, they = ("is", "it") if len(named) == 1 else ("are", "them")
+    flags = dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith("--"))
+    misplaced = [flag for flag in flags if flag in parser._option_string_actions and flag not in text]
+    if misplaced:
+        are, they = ("is", "it") if len(misplaced) == 1 else ("are", "them")
         complain(
-            f"{listing(named)} {are} passed to {script}, whose name comes before {they}; "
+            f"{listing(misplaced)} {are} passed to {script}, whose name comes before {they}; "
             f"options of `{options.prog}` stand before the script."
         )
 
 
-def add_machine(parser: argparse.ArgumentParser, on: str, clock: str = "measured") -> None:
-    """On what the program runs. `on`: the device where none is named; `clock`: the same of the host's time."""
+def add_machine(parser: argparse.ArgumentParser, device: str, clock: str = "measured") -> None:
+    """Options for the machine. `device` and `clock` are the defaults of `--on` and `--clock`."""
     parser.add_argument(
         "--on",
         metavar="DEVICE",
-        default=on,
+        default=device,
         help="a virtual GPU: h200, h100, a100, b200, l4, rtx4090, or a .toml file "
-        f"(default: {'the real GPU where there is one, else h200' if on == 'auto' else on})",
+        f"(default: {'the real GPU where there is one, else h200' if device == 'auto' else device})",
     )
     parser.add_argument(
         "--gpus", type=whole_number("GPUs", MOST_RANKS), metavar="N", default=1, help="how many of them (default 1)"
@@ -402,27 +398,27 @@ def handed_on(
     options: argparse.Namespace, add_arguments: Callable[[argparse.ArgumentParser], None], names: Iterable[str]
 ) -> list[str]:
     """Options that differ from their defaults, as arguments for another `keepbusy run`."""
-    usual, given = argparse.ArgumentParser(), list[str]()
-    add_arguments(usual)
+    parser, arguments = argparse.ArgumentParser(), list[str]()
+    add_arguments(parser)
     for name in names:
         value = getattr(options, name)
-        if value != usual.get_default(name):
+        if value != parser.get_default(name):
             text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
-            given += [f"--{name.replace('_', '-')}", *text]
-    return given
+            arguments += [f"--{name.replace('_', '-')}", *text]
+    return arguments
 
 
-# From what stands on the command line to a timeline: traces, a folder of them, or a saved run
+# Files of the command line as a timeline: traces, a folder of them, or a saved run
 
 SAVED = ".busy"
 Progress: TypeAlias = Callable[[str, float], None]
 READ = 0.5
-"""To read a long trace takes so much of explaining it."""
+"""Reading a long trace is so much of the work of explaining it."""
 
 
 def part(on_progress: Progress | None, begin: float, end: float) -> Progress | None:
-    """Progress of one part of the work, which is shown as a share of all of it."""
-    return on_progress and (lambda what, share: on_progress(what, begin + share * (end - begin)))
+    """The progress of a part of the work, as a share of all of it."""
+    return on_progress and (lambda text, share: on_progress(text, begin + share * (end - begin)))
 
 
 def open_timeline(paths: Sequence[Path], on_progress: Progress | None, each: EachOf | None = None) -> Timeline:
@@ -443,11 +439,11 @@ def open_timeline(paths: Sequence[Path], on_progress: Progress | None, each: Eac
 
 
 def expand(arguments: Iterable[str]) -> list[Path]:
-    """The files meant: a folder means its traces, a quoted pattern what it matches; each file once."""
-    found = [path for argument in arguments for path in _files_of(argument)]
-    if not found:
+    """The named files, each once: those of a folder are its traces, those of a quoted pattern what it matches."""
+    paths = [path for argument in arguments for path in _files_of(argument)]
+    if not paths:
         raise BadInput("no file was named; give a trace, a folder of traces or a saved run.busy.")
-    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+    return list({path.resolve(): path for path in reversed(paths)}.values())[::-1]
 
 
 def _files_of(argument: str) -> list[Path]:
@@ -455,20 +451,20 @@ def _files_of(argument: str) -> list[Path]:
     if path.is_dir():
         files = sorted(path.iterdir())
         for endings in ((".trace.json", ".trace.json.gz"), (".json", ".json.gz")):
-            if found := [file for file in files if file.name.endswith(endings) and file.is_file()]:
-                return found
-        if found := flight_dumps(files):
-            return found
+            if traces := [file for file in files if file.name.endswith(endings) and file.is_file()]:
+                return traces
+        if dumps := flight_dumps(files):
+            return dumps
         raise BadInput(f"{path}: this folder holds no traces (*.trace.json or *.trace.json.gz).")
     if path.exists():
         return [path]
-    if found := matches(argument):
-        return found
+    if matching := matches(argument):
+        return matching
     raise BadInput(f"{argument}: there is no such file or folder.")
 
 
 def matches(pattern: str) -> list[Path]:
-    """The files that a pattern of the shell's means."""
+    """The files that a pattern of the shell matches."""
     if not set(pattern) & set("*?["):
         return []
     anchor = Path(pattern).anchor
@@ -476,7 +472,7 @@ def matches(pattern: str) -> list[Path]:
 
 
 def flight_dumps(paths: Iterable[Path]) -> list[Path]:
-    """Those that PyTorch's flight recorder wrote of a job that hung."""
+    """The files among these that PyTorch's flight recorder wrote."""
     from keepbusy.hang.flight_recorder import is_dump
 
     return [path for path in paths if path.is_file() and path.suffix != SAVED and is_dump(path)]
@@ -484,7 +480,7 @@ def flight_dumps(paths: Iterable[Path]) -> list[Path]:
 
 @contextmanager
 def no_garbage_search() -> Iterator[None]:
-    """Nothing that a trace becomes holds itself: to look for that among millions of rows takes a tenth of the time."""
+    """Turn garbage collection off: reading a trace makes no cycles, and the search would take a tenth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -496,7 +492,7 @@ def no_garbage_search() -> Iterator[None]:
 
 @contextmanager
 def progress(quiet: bool = False) -> Iterator[Progress | None]:
-    """A bar on the terminal while something takes long; nothing where stderr is no terminal."""
+    """A progress bar, or None if standard error is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -513,28 +509,28 @@ def progress(quiet: bool = False) -> Iterator[Progress | None]:
         console=Console(stderr=True),
     ) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)
+        yield lambda text, share: bar.update(task, description=text, completed=share)
 
 
-# An explanation shown, a run kept
+# Reports, pages and saved runs
 
 
 def fixing(verb: str, diagnosis: Diagnosis) -> str:
-    """The command that makes fixes of the plan: `run --fix` as the program runs, `fix` in its source. Empty where the
-    run cannot be repeated, and where it makes none of these fixes."""
+    """The command that applies the plan: `run --fix` in memory, `fix` in the source. "" if the run cannot be repeated,
+    or if the verb can make none of these fixes."""
     command = diagnosis.command
     if not command and len(diagnosis.sources) == 1 and diagnosis.sources[0].endswith(".py"):
-        several = ("--ranks", str(len(diagnosis.given))) if len(diagnosis.given) > 1 else ()
-        command = (*several, *diagnosis.sources)  # recorded by the program itself, or by an older version
-    return f"keepbusy {verb} {shlex.join(command)}" if command and _is_changed_by(verb, diagnosis) else ""
+        ranks = ("--ranks", str(len(diagnosis.given))) if len(diagnosis.given) > 1 else ()
+        command = (*ranks, *diagnosis.sources)  # recorded by the program itself, or by an older version
+    return f"keepbusy {verb} {shlex.join(command)}" if command and _changes_sources(verb, diagnosis) else ""
 
 
-def _is_changed_by(verb: str, diagnosis: Diagnosis) -> bool:
-    """Whether a fix of the plan changes the sources that are here; without LibCST, whether it may."""
+def _changes_sources(verb: str, diagnosis: Diagnosis) -> bool:
+    """True if the verb makes a fix of the plan that changes the existing sources, or may do so (without LibCST)."""
     from keepbusy.fixes import is_made_in_memory, is_written
 
-    makes = is_written if verb == "fix" else is_made_in_memory
-    plan = [planned for planned in diagnosis.plan if makes(planned.fix)]
+    can_make = is_written if verb == "fix" else is_made_in_memory
+    plan = [planned for planned in diagnosis.plan if can_make(planned.fix)]
     if find_spec("libcst") is None or not plan:
         return bool(plan)
     from keepbusy.fix.source.from_plan import changes
@@ -545,25 +541,25 @@ def _is_changed_by(verb: str, diagnosis: Diagnosis) -> bool:
 
 
 def where_it_ran(diagnosis: Diagnosis | KeptPlan) -> AbstractContextManager[None]:
-    """The folder that places in files count from: lines are quoted from there. Of another machine's run, from here."""
-    is_here = bool(diagnosis.folder) and Path(diagnosis.folder).is_dir()
-    return chdir(diagnosis.folder) if is_here else nullcontext()
+    """Change into the folder that the places of a run are relative to, unless it does not exist on this machine."""
+    exists = bool(diagnosis.folder) and Path(diagnosis.folder).is_dir()
+    return chdir(diagnosis.folder) if exists else nullcontext()
 
 
 def rendered(diagnosis: Diagnosis, options: argparse.Namespace, commands: Commands, shape: Screen | None = None) -> str:
     from keepbusy.report import as_json, terminal, turn_drawing, verdict
 
     shape = shape or screen()
-    width, looks = shape.width, {"colour": shape.colour, "unicode": shape.unicode}
+    width, style = shape.width, {"colour": shape.colour, "unicode": shape.unicode}
     with where_it_ran(diagnosis):
         if options.json:
             return as_json.render(diagnosis)
         if options.full:
-            text = terminal.render_full(diagnosis, width, commands=commands, wrap=shape.is_terminal, **looks)
+            text = terminal.render_full(diagnosis, width, commands=commands, wrap=shape.is_terminal, **style)
         else:
-            text = verdict.render(diagnosis, commands, width, **looks)
+            text = verdict.render(diagnosis, commands, width, **style)
         if options.timeline:
-            text = f"{text}\n\n{turn_drawing.render(diagnosis, width, **looks)}"
+            text = f"{text}\n\n{turn_drawing.render(diagnosis, width, **style)}"
         return text
 
 
@@ -573,34 +569,33 @@ def rendered_fixed(diagnosis: Diagnosis, fixed: list[str], commands: Commands, s
     return verdict.render_fixed(diagnosis, fixed, commands, shape.width, colour=shape.colour, unicode=shape.unicode)
 
 
-def rendered_comparison(done: Comparison, json: bool, shape: Screen | None = None) -> str:
+def rendered_comparison(comparison: Comparison, json: bool, shape: Screen | None = None) -> str:
     from keepbusy.report import as_json, terminal
 
     shape = shape or screen()
-    with where_it_ran(done.after):
+    with where_it_ran(comparison.after):
         if json:
-            return as_json.render_comparison(done)
-        return terminal.render_comparison(
-            done, shape.width, colour=shape.colour, unicode=shape.unicode, wrap=shape.is_terminal
-        )
+            return as_json.render_comparison(comparison)
+        style = {"colour": shape.colour, "unicode": shape.unicode, "wrap": shape.is_terminal}
+        return terminal.render_comparison(comparison, shape.width, **style)
 
 
 def write_page(diagnosis: Diagnosis, path: Path, source: str) -> None:
-    """Whole or not at all. `source`: what the reader knows the run by."""
+    """Write the page of a run. `source` is the run's name on it."""
     from keepbusy.report import page
 
     with where_it_ran(diagnosis):
-        drawn = page.render(diagnosis, source)
-    write_whole(path, drawn)
+        text = page.render(diagnosis, source)
+    write_whole(path, text)
 
 
-def write_comparison(done: Comparison, path: Path, before: str, after: str) -> None:
-    """The page of two runs, as the user named them."""
+def write_comparison(comparison: Comparison, path: Path, before: str, after: str) -> None:
+    """Write the page of two runs, with the names that the user gave."""
     from keepbusy.report import page
 
-    with where_it_ran(done.after):
-        drawn = page.render_both(done, Path(before).name, Path(after).name)
-    write_whole(path, drawn)
+    with where_it_ran(comparison.after):
+        text = page.render_both(comparison, Path(before).name, Path(after).name)
+    write_whole(path, text)
 
 
 def check_name(path: Path) -> None:

@@ -79,26 +79,26 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     files = {tally.junit: options.junit, tally.sarif: options.sarif}
     for path in filter(None, files.values()):
         check_place(path)
-    AllowList(options.allow)  # what is wrong with it is said before the program runs
-    asked = (options.max_syncs, options.max_blocking_copies)
-    syncs, copies = (0, 0) if asked == (None, None) and not options.races else asked
+    AllowList(options.allow)  # its errors are reported before the program runs
+    limits = (options.max_syncs, options.max_blocking_copies)
+    syncs, copies = (0, 0) if limits == (None, None) and not options.races else limits
     timeline = _timeline(options)
     if options.races and not timeline.facts.virtual:
         raise BadInput(
             f"{options.program[0]} was recorded on a real GPU, which does not say who uses which memory; "
             "--races needs a run on a virtual one."
         )
-    counted = tally.tally(timeline, options.allow)
-    found = tally.GateVerdict(counted, {SYNC: syncs, BLOCKING_COPY: copies}, options.races)
+    counts = tally.tally(timeline, options.allow)
+    verdict = tally.GateVerdict(counts, {SYNC: syncs, BLOCKING_COPY: copies}, options.races)
     for render, path in files.items():
         if path:
-            write_whole(path, render(found))
-    told = [tally.text(found), "\n"]
-    if options.github and (lines := tally.github(found)):
-        told += [lines, "\n"]
-    if not found.over:
-        return told
-    print_parts(told)
+            write_whole(path, render(verdict))
+    text = [tally.text(verdict), "\n"]
+    if options.github and (lines := tally.github(verdict)):
+        text += [lines, "\n"]
+    if not verdict.over:
+        return text
+    print_parts(text)
     sys.exit(LIMIT_EXCEEDED)
 
 
@@ -115,14 +115,14 @@ def _timeline(options: argparse.Namespace) -> Timeline:
     need_pytorch("`keepbusy check`")
     script, arguments = program_in(options)
     hint_at_own_options(options, add_arguments)
-    kept = make_folder() / f"run{SAVED}"
-    command = ["run", "--on", options.on, "--clock", options.clock, "--save", str(kept), "--quiet"]
+    path = make_folder() / f"run{SAVED}"
+    command = [sys.executable, "-m", "keepbusy", "run", "--on", options.on, "--clock", options.clock]
+    command += ["--save", str(path), "--quiet"]
     command += handed_on(options, add_arguments, ("gpus", "ranks", "clocks", "values"))
-    command += ["-m"] if options.module else []
+    command += [*(["-m"] if options.module else []), script, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "KEEPBUSY_SPAWNED"}
-    whole = [sys.executable, "-m", "keepbusy", *command, script, *arguments]
-    if code := subprocess.run(whole, check=False, env=environment).returncode:
+    if code := subprocess.run(command, check=False, env=environment).returncode:
         raise BadInput(f"{script} ended with exit code {code}, so nothing can be said of it.")
-    if not kept.exists():
+    if not path.exists():
         raise BadInput(f"{script} left no run that could be counted.")
-    return load(kept)
+    return load(path)

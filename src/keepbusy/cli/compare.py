@@ -69,34 +69,36 @@ def _verdicts(text: str) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
-    """Explain both, and hold them against each other. Ends with exit code 1 where `--fail-on` finds something."""
+    """Explain both runs and compare them. Exits with code 1 if `--fail-on` finds something."""
     from keepbusy.explain.comparison import compare
 
     if options.page:
         check_place(options.page)
-    runs = [_runs(one, options.quiet) for one in (options.before, options.after)]
-    done = compare(*([keepbusy.explain(one, turns=options.page is not None) for one in same] for same in runs))
+    runs = [_runs(argument, options.quiet) for argument in (options.before, options.after)]
+    comparison = compare(
+        *([keepbusy.explain(timeline, turns=bool(options.page)) for timeline in same] for same in runs)
+    )
     if options.page:
-        write_comparison(done, options.page, options.before, options.after)
-    told = rendered_comparison(done, options.json)
+        write_comparison(comparison, options.page, options.before, options.after)
+    text, step = rendered_comparison(comparison, options.json), comparison.step
     failures = []
-    if "slower" in options.fail_on and done.step.significant and done.step.difference > 0:
-        failures.append(f"slower: a step took {duration(done.step.before)} and takes {duration(done.step.after)}.")
+    if "slower" in options.fail_on and step.significant and step.difference > 0:
+        failures.append(f"slower: a step took {duration(step.before)} and takes {duration(step.after)}.")
     if "new-sync" in options.fail_on:
         from keepbusy.fix.gate.tally import new_waits, tally
 
         failures += [f"new-sync: {wait}." for wait in new_waits(tally(runs[0][0]), tally(runs[1][0]))]
     if not failures:
-        return (told, "\n")
-    print_parts((told, "\n"))
+        return (text, "\n")
+    print_parts((text, "\n"))
     for sentence in failures:
         complain(sentence)
     sys.exit(FAILED)
 
 
 def _runs(argument: str, quiet: bool) -> list[Timeline]:
-    """Each saved run is one; traces are the ranks of one."""
+    """Each saved run is a run; traces are the ranks of one run."""
     paths = expand(listed(argument))
-    alone = [[path] for path in paths] if all(path.suffix == SAVED for path in paths) else [paths]
+    runs = [[path] for path in paths] if all(path.suffix == SAVED for path in paths) else [paths]
     with progress(quiet) as on_progress:
-        return [open_timeline(each, on_progress) for each in alone]
+        return [open_timeline(files, on_progress) for files in runs]

@@ -18,7 +18,7 @@ examples:
 
 
 class Flag(NamedTuple):
-    """An option of a verb: its names, what may stand behind it (None where nothing does), and what it is for."""
+    """An option of a verb: its names, its values (None if it takes none, empty for a file), and its help."""
 
     names: Sequence[str]
     values: Sequence[str] | None
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[str]:
-    """From the parsers themselves, so that what is completed is what there is."""
+    """Written from the parsers themselves, so that the completion is never out of date."""
     flags = {verb: list(_flags(verb)) for verb in VERBS}
     return (f"{line}\n" for line in _WRITERS[options.shell](VERBS, flags))
 
@@ -40,12 +40,12 @@ def _flags(verb: str) -> Iterator[Flag]:
     import_module(f"keepbusy.cli.{verb}").add_arguments(parser)
     for action in parser._actions:
         if action.option_strings and action.help != argparse.SUPPRESS:
-            takes = None if action.nargs == 0 else list(action.choices or _known(action.metavar))
-            yield Flag(action.option_strings, takes, action.help or "")
+            values = None if action.nargs == 0 else list(action.choices or _values(action.metavar))
+            yield Flag(action.option_strings, values, action.help or "")
 
 
-def _known(metavar: object) -> Sequence[str]:
-    """Of what may stand behind an option; nothing, which means a file, where nothing is known."""
+def _values(metavar: object) -> Sequence[str]:
+    """The values of an option; empty if it takes a file or free text."""
     if metavar == "DEVICE":
         from keepbusy.virtual.costs import device
 
@@ -64,14 +64,14 @@ def _bash(verbs: Mapping[str, str], flags: Mapping[str, list[Flag]]) -> Iterator
     yield "    COMPREPLY=()"
     yield f'    if [ "$COMP_CWORD" = 1 ]; then known="{" ".join(verbs)} --help --version"'
     yield '    else case "$verb $before" in'
-    for verb, those in flags.items():
-        for flag in those:
+    for verb, verb_flags in flags.items():
+        for flag in verb_flags:
             if flag.values:
                 cases = "|".join(_quoted(f"{verb} {name}") for name in flag.names)
                 yield f'    {cases}) known="{" ".join(flag.values)}" ;;'
     yield '    *) [[ $word == -* ]] && case "$verb" in'
-    for verb, those in flags.items():
-        yield f'        {verb}) known="{" ".join(name for flag in those for name in flag.names)}" ;;'
+    for verb, verb_flags in flags.items():
+        yield f'        {verb}) known="{" ".join(name for flag in verb_flags for name in flag.names)}" ;;'
     yield "        esac ;;"
     yield "    esac fi"
     yield '    [ -n "$known" ] && COMPREPLY=($(compgen -W "$known" -- "$word"))'
@@ -89,26 +89,26 @@ def _zsh(verbs: Mapping[str, str], flags: Mapping[str, list[Flag]]) -> Iterator[
     yield "local verb=$words[2]"
     yield "shift words; (( CURRENT-- ))"
     yield "case $verb in"
-    for verb, those in flags.items():
-        specs = [_quoted(_zsh_spec(name, flag)) for flag in those for name in flag.names]
+    for verb, verb_flags in flags.items():
+        specs = [_quoted(_zsh_spec(name, flag)) for flag in verb_flags for name in flag.names]
         yield f"{verb}) _arguments {' '.join(specs)} '*:file:_files' ;;"
     yield "esac"
 
 
 def _zsh_spec(name: str, flag: Flag) -> str:
-    told = "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in flag.help)
+    help_text = "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in flag.help)
     if flag.values is None:
-        return f"{name}[{told}]"
-    return f"{name}[{told}]:{name.lstrip('-')}:" + (f"({' '.join(flag.values)})" if flag.values else "_files")
+        return f"{name}[{help_text}]"
+    return f"{name}[{help_text}]:{name.lstrip('-')}:" + (f"({' '.join(flag.values)})" if flag.values else "_files")
 
 
 def _fish(verbs: Mapping[str, str], flags: Mapping[str, list[Flag]]) -> Iterator[str]:
     yield "# keepbusy completion fish"
     for verb, summary in verbs.items():
         yield f"complete -c keepbusy -n __fish_use_subcommand -f -a {verb} -d {_fish_quoted(summary)}"
-    for verb, those in flags.items():
+    for verb, verb_flags in flags.items():
         where = f"-n '__fish_seen_subcommand_from {verb}'"
-        for flag in those:
+        for flag in verb_flags:
             names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names)
             takes = "" if flag.values is None else " -r"
             if flag.values:

@@ -58,17 +58,17 @@ def run(options: argparse.Namespace) -> Iterable[str]:
         if options.save.suffix != ".toml":
             raise BadInput(f"{options.save} is no name for a device file; it ends in .toml.")
         check_place(options.save)
-    found = harms(os.environ, len(os.sched_getaffinity(0)), ask_driver())
-    links, missing = bool(options.ranks and options.ranks > 1), _missing()
-    if not missing or (links and find_spec("torch") and not DRIVER.exists()):  # gloo's need no GPU
-        return _examined(found, options.ranks, options.save)
-    if options.save or links:
+    settings = harms(os.environ, len(os.sched_getaffinity(0)), ask_driver())
+    wants_links, missing = bool(options.ranks and options.ranks > 1), _missing()
+    if not missing or (wants_links and find_spec("torch") and not DRIVER.exists()):  # gloo needs no GPU
+        return _examined(settings, options.ranks, options.save)
+    if options.save or wants_links:
         raise BadInput(f"there is nothing to {f'write into {options.save}' if options.save else 'measure'}: {missing}")
-    return "\n".join([f"keepbusy doctor · {_software()}", "", missing, "", *_told(found), ""])
+    return "\n".join([f"keepbusy doctor · {_software()}", "", missing, "", *_harm_lines(settings), ""])
 
 
 def _missing() -> str:
-    """Why no GPU can be measured here, if so."""
+    """Why no GPU can be measured; "" if one can."""
     if find_spec("torch") is None:
         return without_pytorch("Measuring")
     import torch
@@ -82,14 +82,14 @@ def _missing() -> str:
     return f"There is a GPU, but PyTorch cannot use it: CUDA {torch.version.cuda} may want a newer driver."
 
 
-def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterator[str]:
-    """The links first: who is another rank of a job has nothing more to say."""
+def _examined(settings: list[Harm], wanted_ranks: int | None, path: Path | None) -> Iterator[str]:
+    """Measure the links first: all ranks of a job do, and only the first one goes on."""
     import torch
 
     from keepbusy.virtual.costs.machine_figures import measure, measure_as_rank, measure_links
 
     gpus = torch.cuda.device_count()
-    ranks = asked or max(gpus, 1)
+    ranks = wanted_ranks or max(gpus, 1)
     _check(ranks, gpus)
     links: LinkFigures | None = None
     if ranks > 1:
@@ -97,18 +97,21 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
         if links is None:  # this is not the first rank of its job
             return
     machine = measure() if gpus else None
-    gpu, over = machine.name if machine else "", f"{len(links.places)} ranks over {links.backend}" if links else ""
-    yield f"keepbusy doctor · {' · '.join(filter(None, [gpu, over, _software()]))}\n"
+    name, over = machine.name if machine else "", f"{len(links.places)} ranks over {links.backend}" if links else ""
+    yield f"keepbusy doctor · {' · '.join(filter(None, [name, over, _software()]))}\n"
     if machine:
         yield "\n" + "".join(f"  {name:<26}{value}\n" for name, value in _figures(machine))
         if machine.launch > _SLOW_HOST:
             slow = f"a launch takes {duration(machine.launch)}, three times what is common"
-            found = [*found, Harm(slow, "look for other work on this host, a debugger or a power-saving governor")]
+            settings = [
+                *settings,
+                Harm(slow, "look for other work on this host, a debugger or a power-saving governor"),
+            ]
     if links:
         yield from link_tables(links)
-        own_flags = set(flags(os.environ))  # `link_harms` names them with the ranks that have them
-        found = [*(harm for harm in found if harm not in own_flags), *link_harms(links)]
-    yield "\n" + "\n".join([*_told(found), ""])
+        flags_of_rank = set(flags(os.environ))  # `link_harms` names them with the ranks that have them
+        settings = [*(harm for harm in settings if harm not in flags_of_rank), *link_harms(links)]
+    yield "\n" + "\n".join([*_harm_lines(settings), ""])
     if path:
         write_whole(path, device_file(machine, links, gpus))
         plan = f"keepbusy plan --gpus {ranks}" if links else "keepbusy run"
@@ -116,7 +119,7 @@ def _examined(found: list[Harm], asked: int | None, path: Path | None) -> Iterat
 
 
 def _check(ranks: int, gpus: int) -> None:
-    """Raise BadInput if so many ranks do not fit this job or host, before anything is started."""
+    """Raise BadInput if this job or host cannot have so many ranks, before anything is started."""
     world = int(os.environ.get("WORLD_SIZE", "0"))
     if "RANK" in os.environ and world != ranks:
         raise BadInput(f"this job has {world} ranks, not {ranks}; say --ranks {world}.")
@@ -142,29 +145,29 @@ def _software() -> str:
 def _figures(machine: MachineFigures) -> Iterator[tuple[str, str]]:
     yield "launching one kernel", f"{duration(machine.launch)} of the host"
     yield ".item() on an idle GPU", duration(machine.read)
-    yield "copies, pinned", _ways(machine.to_device, machine.to_host)
-    yield "copies, pageable", _ways(machine.pageable_to_device, machine.pageable_to_host)
+    yield "copies, pinned", _both_rates(machine.to_device, machine.to_host)
+    yield "copies, pageable", _both_rates(machine.pageable_to_device, machine.pageable_to_host)
     yield "pinning memory", f"{duration(round(machine.pinning * 1_000_000))} a megabyte, the first time"
     yield "memory", f"{rate(machine.bandwidth)}, {machine.memory / 2**30:.1f} GiB"
     yield "memory from the driver", f"{duration(machine.malloc)}, and {duration(machine.free)} to give it back"
     yield "matrix products", " · ".join(f"{dtype} {rate / 1e3:.0f} TFLOP/s" for dtype, rate in machine.products.items())
 
 
-def _ways(inward: float, home: float) -> str:
-    return f"{rate(inward)} to the device, {rate(home)} home"
+def _both_rates(to_device: float, to_host: float) -> str:
+    return f"{rate(to_device)} to the device, {rate(to_host)} home"
 
 
-def _told(found: list[Harm]) -> list[str]:
-    if not found:
+def _harm_lines(settings: list[Harm]) -> list[str]:
+    if not settings:
         return ["Nothing is set here that makes a GPU wait."]
-    return [f"!  {harm.what}: {harm.remedy}." for harm in found]
+    return [f"!  {harm.what}: {harm.remedy}." for harm in settings]
 
 
-# What is set on a machine that makes a GPU wait, or that hides it: debug flags, too few cores, clocks held down
+# Settings of a machine that make a GPU wait: debug flags, too few cores, lowered clocks
 
 
 class Harm(NamedTuple):
-    """What costs time, and what to do."""
+    """What costs time, and what to do about it."""
 
     what: str
     remedy: str
@@ -202,20 +205,20 @@ _FLAGS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 
 
 def harms(environment: Mapping[str, str], cores: int, driver: str) -> list[Harm]:
-    """Harmful settings: variables, too few cores, and what `ask_driver` returned."""
+    """Harmful settings: variables, too few cores, and what the driver's answer shows."""
     few = f"this process may use {cores} {'core' if cores == 1 else 'cores'} only"
-    need = "give it a core for the loop, and one for each of the loader's workers"
-    return [*flags(environment), *([Harm(few, need)] if cores < 4 else []), *_gpus(driver)]
+    remedy = "give it a core for the loop, and one for each of the loader's workers"
+    return [*flags(environment), *([Harm(few, remedy)] if cores < 4 else []), *_gpus(driver)]
 
 
 def flags(environment: Mapping[str, str]) -> Iterator[Harm]:
-    """What variables do; those of ranks are asked for one by one."""
+    """Harmful environment variables of one rank."""
     for name, is_harmful, why in _FLAGS:
         value = environment.get(name)
         if value is not None and is_harmful(value):
             yield Harm(f"{name}={value} {why}", f"unset {name}, unless you are hunting a bug with it")
     order = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if all(one.strip().isdecimal() for one in order) and [*map(int, order)] != sorted(map(int, order)):
+    if all(number.strip().isdecimal() for number in order) and [*map(int, order)] != sorted(map(int, order)):
         yield Harm(
             f"CUDA_VISIBLE_DEVICES={','.join(order)} counts the GPUs in another order than the machine, so "
             "ranks run on cores and network cards far from their GPUs",
@@ -223,15 +226,15 @@ def flags(environment: Mapping[str, str]) -> Iterator[Harm]:
         )
 
 
-_ASKED = (
+_DRIVER_FIELDS = (
     "clocks_throttle_reasons.sw_thermal_slowdown,clocks_throttle_reasons.hw_slowdown,utilization.gpu,memory.used,"
     "pcie.link.width.current,pcie.link.width.max"
 )
 
 
 def ask_driver() -> str:
-    """A line a GPU, or nothing where there is no driver to ask."""
-    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader,nounits"]
+    """The driver's answer, with one line per GPU; "" without a driver."""
+    command = ["nvidia-smi", f"--query-gpu={_DRIVER_FIELDS}", "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -256,11 +259,11 @@ def _gpus(answer: str) -> Iterator[Harm]:
 
 
 _LARGEST_TABLE = 16
-"""Of more ranks the table is one of hosts."""
+"""With more ranks the table has hosts instead."""
 _FAULTY = 0.5
-"""Below this share of what a link carries, or of what others like it reach, something is wrong with it."""
+"""A link is faulty below this share of what it can carry, or of what similar links reach."""
 _NVLINK = 25.0
-"""Bytes a nanosecond each way, of an NVLink of the second to the fourth generation; the fifth carries twice that."""
+"""Bytes per nanosecond and direction, for an NVLink of generations 2 to 4; generation 5 carries twice that."""
 _JOINED = {
     "PIX": "a PCIe switch", "PXB": "several PCIe switches", "PHB": "PCIe and a CPU", "NODE": "PCIe and a CPU",
     "SYS": "PCIe and the link between two CPUs",
@@ -278,7 +281,7 @@ def figure(bytes_a_nanosecond: float) -> str:
     return f"{bytes_a_nanosecond:.{digits}f}"
 
 
-# What was measured between ranks, as tables
+# The measured links as tables
 
 
 def link_tables(links: LinkFigures) -> Iterator[str]:
@@ -287,33 +290,34 @@ def link_tables(links: LinkFigures) -> Iterator[str]:
     yield f"  a small message takes {duration(links.message)}\n"
     if links.copies:
         yield "\n  copies, pinned, GB/s    alone  all at once\n"
-        for way, name in enumerate(("to the device", "home")):
-            alone, together = ([getattr(one, when)[way] for one in links.copies] for when in ("alone", "together"))
+        for direction, name in enumerate(("to the device", "home")):
+            alone = [rates.alone[direction] for rates in links.copies]
+            together = [rates.together[direction] for rates in links.copies]
             yield f"  {name:<20}{_range(alone):>9}{_range(together):>13}\n"
     yield from _collectives(links)
 
 
 def _matrix(links: LinkFigures) -> Iterator[str]:
     if len(links.places) <= _LARGEST_TABLE:
-        what, cells = "rank", [["·" if not one else figure(one) for one in row] for row in links.rates]
+        name, cells = "rank", [[figure(reached) if reached else "·" for reached in row] for row in links.rates]
     else:
-        what, cells = "host", [[_between(links, one, other) for other in links.hosts] for one in links.hosts]
+        name, cells = "host", [[_between(links, host, other) for other in links.hosts] for host in links.hosts]
     width = max(6, *(len(cell) + 1 for row in cells for cell in row))
     yield f"    {'from to':<9}" + "".join(f"{number:>{width}}" for number in range(len(cells))) + "\n"
     for number, row in enumerate(cells):
-        yield f"    {f'{what} {number}':<9}" + "".join(f"{cell:>{width}}" for cell in row) + "\n"
+        yield f"    {f'{name} {number}':<9}" + "".join(f"{cell:>{width}}" for cell in row) + "\n"
 
 
-def _between(links: LinkFigures, one: str, other: str) -> str:
-    """The median of what ranks of two hosts reach."""
-    at = [place.host for place in links.places]
-    found = [
+def _between(links: LinkFigures, host: str, other: str) -> str:
+    """The median rate between ranks of two hosts."""
+    hosts = [place.host for place in links.places]
+    rates = [
         reached
-        for here, row in zip(at, links.rates, strict=True)
-        for there, reached in zip(at, row, strict=True)
-        if (here, there) == (one, other) and reached
+        for sending, row in zip(hosts, links.rates, strict=True)
+        for receiving, reached in zip(hosts, row, strict=True)
+        if (sending, receiving) == (host, other) and reached
     ]
-    return figure(median(found)) if found else "·"
+    return figure(median(rates)) if rates else "·"
 
 
 def _range(rates: Sequence[float]) -> str:
@@ -322,24 +326,24 @@ def _range(rates: Sequence[float]) -> str:
 
 
 def _collectives(links: LinkFigures) -> Iterator[str]:
-    for ranks, hosts in dict.fromkeys((one.ranks, one.hosts) for one in links.collectives):
-        curves = [one for one in links.collectives if (one.ranks, one.hosts) == (ranks, hosts)]
-        sizes = max((one.sizes for one in curves), key=len)
+    for ranks, hosts in dict.fromkeys((curve.ranks, curve.hosts) for curve in links.collectives):
+        curves = [curve for curve in links.collectives if (curve.ranks, curve.hosts) == (ranks, hosts)]
+        sizes = max((curve.sizes for curve in curves), key=len)
         over = f", {hosts} hosts" if hosts > 1 else ""
         yield f"\n  {f'on {ranks} ranks{over}':<26}{''.join(f'{_bytes(size):>9}' for size in sizes)}"
         yield "   begins with, then a link\n"
-        for one in curves:
-            found = law(one)
-            cells = "".join(f"{duration(time):>9}" for time in one.times)
-            then = f"{duration(found.latency):>14}  {rate(found.bandwidth)}" if len(one.sizes) > 1 else ""
-            yield f"  {one.name:<26}{cells:<{9 * len(sizes)}}{then}".rstrip() + "\n"
+        for curve in curves:
+            line = law(curve)
+            cells = "".join(f"{duration(time):>9}" for time in curve.times)
+            fitted = f"{duration(line.latency):>14}  {rate(line.bandwidth)}" if len(curve.sizes) > 1 else ""
+            yield f"  {curve.name:<26}{cells:<{9 * len(sizes)}}{fitted}".rstrip() + "\n"
 
 
 def _bytes(size: int) -> str:
     return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} kB"
 
 
-# What in it is far below what its link carries
+# Links that are far below what they can carry
 
 
 def link_harms(links: LinkFigures) -> Iterator[Harm]:
@@ -352,12 +356,12 @@ def link_harms(links: LinkFigures) -> Iterator[Harm]:
 
 
 def _settings(links: LinkFigures) -> Iterator[Harm]:
-    """Of all ranks: a node may be set up otherwise than the one that tells."""
-    found: dict[Harm, list[int]] = {}
+    """Harmful variables of all ranks, since their hosts may have different ones."""
+    ranks_of_harm: dict[Harm, list[int]] = {}
     for rank, place in enumerate(links.places):
-        for harm in flags(dict(one.split("=", 1) for one in place.settings)):
-            found.setdefault(harm, []).append(rank)
-    for harm, ranks in found.items():
+        for harm in flags(dict(setting.split("=", 1) for setting in place.settings)):
+            ranks_of_harm.setdefault(harm, []).append(rank)
+    for harm, ranks in ranks_of_harm.items():
         where = "" if len(ranks) == len(links.places) else f" ({_ranks(ranks)})"
         yield Harm(harm.what + where, harm.remedy)
 
@@ -374,14 +378,14 @@ def _hosts(links: LinkFigures) -> Iterator[Harm]:
 
 def _affinity(links: LinkFigures) -> Iterator[Harm]:
     for host in links.hosts:
-        here = [place for place in links.places if place.host == host]
-        cores = {cpu for place in here for cpu in place.cpus}
-        if len(cores) < len(here):
+        places = [place for place in links.places if place.host == host]
+        cores = {cpu for place in places for cpu in place.cpus}
+        if len(cores) < len(places):
             yield Harm(
-                f"{len(here)} ranks share {len(cores)} {'core' if len(cores) == 1 else 'cores'}",
+                f"{len(places)} ranks share {len(cores)} {'core' if len(cores) == 1 else 'cores'}",
                 "give each rank a core of its own, and more for its loader's workers",
             )
-    away = [rank for rank, one in enumerate(links.places) if one.near and not set(one.near) & set(one.cpus)]
+    away = [rank for rank, place in enumerate(links.places) if place.near and not set(place.near) & set(place.cpus)]
     if away:
         yield Harm(
             f"{_ranks(away)} may run only on cores of another CPU than the one beside the GPU",
@@ -390,54 +394,56 @@ def _affinity(links: LinkFigures) -> Iterator[Harm]:
 
 
 def _pairs(links: LinkFigures) -> Iterator[Harm]:
-    """Each two, held against what joins them, or against others that are joined alike."""
+    """Pairs of ranks that are slow for their connection, or slower than others with the same one."""
     slow: dict[tuple[str, str], list[tuple[float, str]]] = {}
-    alike: dict[str, list[float]] = {}
-    pairs = list(permutations(range(len(links.places)), 2))
-    for one, other in pairs:
-        alike.setdefault(_join(links, one, other), []).append(links.rates[one][other])
-    for one, other in pairs:
-        join, reached = _join(links, one, other), links.rates[one][other]
-        limit = _limit(links, one, other, join)
-        usual = median(alike[join])
+    rates: dict[str, list[float]] = {}
+    pairs = {pair: _connection(links, *pair) for pair in permutations(range(len(links.places)), 2)}
+    for (source, other), connection in pairs.items():
+        rates.setdefault(connection, []).append(links.rates[source][other])
+    for (source, other), connection in pairs.items():
+        reached, usual = links.rates[source][other], median(rates[connection])
+        limit, why = _limit(links, source, other, connection), ""
         if limit and reached < _FAULTY * limit:
-            slow.setdefault((join, f"its link carries {rate(limit)}"), []).append((reached, f"{one}→{other}"))
-        elif not limit and len(alike[join]) > 2 and reached < _FAULTY * usual:
-            slow.setdefault((join, f"others alike reach {rate(usual)}"), []).append((reached, f"{one}→{other}"))
-    for (join, why), found in slow.items():
-        first, more = [name for _, name in sorted(found)][:3], len(found) - 3
-        named = f"{', '.join(first)} and {more} more" if more > 0 else listing(first)
-        over = f" over {join}" if join else ""
-        yield Harm(f"ranks {named} reach {_range([one for one, _ in found])} GB/s{over}, where {why}", _remedy(join))
-    pcie = sorted(join for join in alike if "PCIe" in join)
-    if pcie and not any(join.startswith("NVLink") for join in alike):
+            why = f"its link carries {rate(limit)}"
+        elif not limit and len(rates[connection]) > 2 and reached < _FAULTY * usual:
+            why = f"others alike reach {rate(usual)}"
+        if why:
+            slow.setdefault((connection, why), []).append((reached, f"{source}→{other}"))
+    for (connection, why), slow_pairs in slow.items():
+        first, more = [name for _, name in sorted(slow_pairs)][:3], len(slow_pairs) - 3
+        names = f"{', '.join(first)} and {more} more" if more > 0 else listing(first)
+        reach = f"reach {_range([reached for reached, _ in slow_pairs])} GB/s"
+        over = f" over {connection}" if connection else ""
+        yield Harm(f"ranks {names} {reach}{over}, where {why}", _remedy(connection))
+    pcie = sorted(connection for connection in rates if "PCIe" in connection)
+    if pcie and not any(connection.startswith("NVLink") for connection in rates):
         yield Harm(
             f"no NVLink joins these GPUs, only {listing(pcie)}", "keep tensor parallelism to GPUs that NVLink joins"
         )
 
 
-def _remedy(join: str) -> str:
-    if join.startswith("NVLink"):
+def _remedy(connection: str) -> str:
+    if connection.startswith("NVLink"):
         return "look at `nvidia-smi nvlink --status`, and at what NCCL says with NCCL_DEBUG=INFO"
-    if "PCIe" in join:
+    if "PCIe" in connection:
         return "look for PCIe ACS in the firmware and for `iommu=pt`, which keep GPUs from reaching each other"
-    if "network" in join:
+    if "network" in connection:
         return "look at which interface NCCL takes (NCCL_DEBUG=INFO), NCCL_IB_HCA and GPUDirect RDMA"
     return "look for other work on those cores"
 
 
-def _join(links: LinkFigures, one: int, other: int) -> str:
-    here, there = links.places[one], links.places[other]
-    if here.host != there.host:
+def _connection(links: LinkFigures, source: int, other: int) -> str:
+    sending, receiving = links.places[source], links.places[other]
+    if sending.host != receiving.host:
         return "the network"
-    joined = joins(next((place.topology for place in links.places if place.host == here.host and place.topology), ""))
-    word = joined.get((here.address, there.address), "")
+    topologies = (place.topology for place in links.places if place.host == sending.host and place.topology)
+    word = connections(next(topologies, "")).get((sending.address, receiving.address), "")
     return f"NVLink ×{word[2:]}" if word.startswith("NV") else _JOINED.get(word, "")
 
 
 @cache
-def joins(topology: str) -> dict[tuple[str, str], str]:
-    """What joins each two GPUs, by their addresses: `NV18`, `PIX`, `SYS`, … as the driver says."""
+def connections(topology: str) -> dict[tuple[str, str], str]:
+    """The connection of each pair of GPUs by their addresses, as the driver names it: `NV18`, `PIX`, `SYS`."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", topology)
     address = {f"GPU{number}": place for number, place in re.findall(r"^(\d+), 0*(\w{4}:\S+)$", plain.lower(), re.M)}
     rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)]
@@ -450,22 +456,21 @@ def joins(topology: str) -> dict[tuple[str, str], str]:
     }
 
 
-def _limit(links: LinkFigures, one: int, other: int, join: str) -> float:
-    """Bytes a nanosecond that the link can carry, or 0 where nobody knows."""
-    if join.startswith("NVLink"):
-        return int(join.partition("×")[2]) * _NVLINK * (2 if links.places[one].capability >= 10 else 1)
-    if join == "the network":
-        ports = [max(links.places[rank].rdma, default=0) / 1e9 for rank in (one, other)]
-        return min(ports)
-    if "PCIe" in join and links.copies:
-        return min(links.copies[one].alone[1], links.copies[other].alone[0])
+def _limit(links: LinkFigures, source: int, other: int, connection: str) -> float:
+    """Bytes per nanosecond that the link can carry, or 0 if unknown."""
+    if connection.startswith("NVLink"):
+        return int(connection.partition("×")[2]) * _NVLINK * (2 if links.places[source].capability >= 10 else 1)
+    if connection == "the network":
+        return min(max(links.places[rank].rdma, default=0) / 1e9 for rank in (source, other))
+    if "PCIe" in connection and links.copies:
+        return min(links.copies[source].alone[1], links.copies[other].alone[0])
     return 0.0
 
 
 def _copying(links: LinkFigures) -> Iterator[Harm]:
-    for way, name in enumerate(("to the device", "home")):
-        alone, together = (median(getattr(one, when)[way] for one in links.copies) if links.copies else 0.0
-                           for when in ("alone", "together"))  # fmt: skip
+    for direction, name in enumerate(("to the device", "home")) if links.copies else ():
+        alone = median(rates.alone[direction] for rates in links.copies)
+        together = median(rates.together[direction] for rates in links.copies)
         if together < _FAULTY * alone:
             yield Harm(
                 f"copies {name} reach {rate(together)} while all ranks copy, and {rate(alone)} alone",
@@ -474,7 +479,7 @@ def _copying(links: LinkFigures) -> Iterator[Harm]:
 
 
 def _all_together(links: LinkFigures) -> Iterator[Harm]:
-    """An all-reduce uses the same links as messages do."""
+    """An all-reduce that is far slower than messages over the same links."""
     curve = links.curve("all_reduce", len(links.hosts))
     slowest = min((cell for row in links.rates for cell in row if cell), default=0.0)
     if curve and links.backend == "nccl" and len(curve.sizes) > 1 and law(curve).bandwidth < _FAULTY * slowest:
@@ -485,20 +490,20 @@ def _all_together(links: LinkFigures) -> Iterator[Harm]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing([str(one) for one in ranks])}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing([str(rank) for rank in ranks])}"
 
 
-# A measured machine as a device file, which the virtual GPU takes and plans are made on
+# A measured machine as a device file, for the virtual GPU and for plans
 
 _MEASURED = device.read("h200")
 _REACHED = _MEASURED.efficiency
 _UNITS = ("ms", 1e6), ("us", 1e3), ("ns", 1.0)
 _SHORTEST = 1_000
-"""Nanoseconds: no collective and no message begins sooner."""
+"""The least latency of a collective or a message, in nanoseconds."""
 
 
 def device_file(machine: MachineFigures | None, links: LinkFigures | None, gpus: int = 1) -> str:
-    """The file's text. `gpus`: of this host, whether or not all of them were ranks."""
+    """The file's text. `gpus` counts those of this host, even if not all of them were ranks."""
     parts = [_machine(machine, links.asked if links else 0)] if machine else [_without_gpu()]
     if links:
         on_one_host = [curve for curve in links.collectives if curve.hosts == 1]
@@ -507,15 +512,15 @@ def device_file(machine: MachineFigures | None, links: LinkFigures | None, gpus:
     return "\n".join(line for part in parts for line in part) + "\n"
 
 
-def _machine(machine: MachineFigures, asked: int) -> Iterator[str]:
-    """The GPU and its host: peaks follow from what was reached, by the shares that an H200 reaches of its own."""
+def _machine(machine: MachineFigures, collective_call: int) -> Iterator[str]:
+    """The GPU and its host. A peak is the reached rate divided by the share of its peak that an H200 reaches."""
     yield f"# {machine.name}, as `keepbusy doctor` measured it. Rates and bandwidth are peaks: what was reached,"
     yield "# divided by the share that an H200 reaches of its own. What is not here is as on that H200."
     yield f'name = "{machine.name}"'
     yield f'capability = "{machine.capability[0]}.{machine.capability[1]}"'
     yield f"multiprocessors = {machine.multiprocessors}"
     peaks = {}
-    for dtype, rate in machine.products.items():  # the measured product is long: it runs at the sustained share
+    for dtype, rate in machine.products.items():  # the measured products are long, so they run at the sustained share
         share = _REACHED.simt if dtype == "float32" else _REACHED.sustained
         peaks[dtype] = f"{rate / share / 1e3:.3g} TFLOP/s"
     yield from _table("matrix", peaks)
@@ -526,9 +531,9 @@ def _machine(machine: MachineFigures, asked: int) -> Iterator[str]:
         "free": _time_written(machine.free),
     }
     yield from _table("memory", memory)
-    half = _time_written(machine.launch // 2)  # of an operator that launches: for dispatching, and for launching
+    half = _time_written(machine.launch // 2)  # the measured time is that of an operator: dispatch and launch
     host = {"operator": half, "backward": half, "view": _time_written(machine.view), "launch": half}
-    yield from _table("host", host | ({"collective": _time_written(asked)} if asked else {}))
+    yield from _table("host", host | ({"collective": _time_written(collective_call)} if collective_call else {}))
     copies = {
         "pinned": f"{(machine.to_device + machine.to_host) / 2:.3g} GB/s",
         "to_device": f"{machine.pageable_to_device:.3g} GB/s",
@@ -549,18 +554,18 @@ def _table(name: str, values: dict[str, str]) -> Iterator[str]:
     yield from (f"{key} = {value}" if value.isdecimal() else f'{key} = "{value}"' for key, value in values.items())
 
 
-# The links in it: a latency and a bandwidth a kind of collective
+# The links of a device file: a latency and a bandwidth for each kind of collective
 
 
 def law(curve: CollectiveTimes) -> CollectiveLaw:
-    """The line through two of the sizes that is off least, each size counting alike."""
+    """The line through two of the measured points with the least mean relative error."""
     crossed = [size * crossings(curve.name, curve.ranks) for size in curve.sizes]
     points = sorted(zip(crossed, map(float, curve.times), strict=True))
     lines = [_line(*two) for two in combinations(points, 2) if two[0][0] < two[1][0] and two[0][1] < two[1][1]]
-    rising = [one for one in lines if one.latency > 0]
+    rising = [line for line in lines if line.latency > 0]
     if not rising:  # a barrier has no bytes
         return CollectiveLaw(min(curve.times), _MEASURED.wire.bandwidth)
-    return min(rising, key=lambda one: mean(distances(one, points)))
+    return min(rising, key=lambda line: mean(distances(line, points)))
 
 
 def _line(small: tuple[float, float], large: tuple[float, float]) -> CollectiveLaw:
@@ -568,30 +573,30 @@ def _line(small: tuple[float, float], large: tuple[float, float]) -> CollectiveL
     return CollectiveLaw(round(small[1] - small[0] / bandwidth), bandwidth)
 
 
-def distances(one: CollectiveLaw, points: Sequence[tuple[float, float]]) -> list[float]:
-    """How far the law is off, as a share of what each took."""
-    return [abs((one.latency + crossed / one.bandwidth) / took - 1) for crossed, took in points]
+def distances(line: CollectiveLaw, points: Sequence[tuple[float, float]]) -> list[float]:
+    """The relative error of the law at each point."""
+    return [abs((line.latency + crossed / line.bandwidth) / time - 1) for crossed, time in points]
 
 
 def _wire(links: LinkFigures, gpus: int) -> Iterator[str]:
-    """What goes for kinds of collectives that have no law of their own, and across hosts."""
-    beside, across = links.curve("all_reduce", 1), links.curve("all_reduce", 2)
-    values = _law_written(beside) if beside else {}
+    """The law for collectives that have none of their own, and for those across hosts."""
+    within, across = links.curve("all_reduce", 1), links.curve("all_reduce", 2)
+    values = _law_written(within) if within else {}
     values["send_latency"] = _time_written(max(links.message, _SHORTEST))
     values["devices"] = str(gpus or max(Counter(place.host for place in links.places).values()))
     if across:
         levels = (across.hosts - 1).bit_length()
-        inside = law(beside).latency if beside else _MEASURED.wire.latency
-        values["network_latency"] = _time_written(max(law(across).latency - inside, _SHORTEST) // levels)
+        latency = law(within).latency if within else _MEASURED.wire.latency
+        values["network_latency"] = _time_written(max(law(across).latency - latency, _SHORTEST) // levels)
         values["network"] = _rate_written(law(across).bandwidth)
     yield from _table("wire", values)
 
 
 def _law_written(curve: CollectiveTimes) -> dict[str, str]:
     """The law for two ranks: a device file counts a hop for each rank beyond the first."""
-    found = law(curve)
-    latency = max(found.latency - _MEASURED.wire.hop * (curve.ranks - 1), _SHORTEST)
-    return {"latency": _time_written(latency), "bandwidth": _rate_written(found.bandwidth)}
+    line = law(curve)
+    latency = max(line.latency - _MEASURED.wire.hop * (curve.ranks - 1), _SHORTEST)
+    return {"latency": _time_written(latency), "bandwidth": _rate_written(line.bandwidth)}
 
 
 def _rate_written(bytes_a_nanosecond: float) -> str:
@@ -599,6 +604,5 @@ def _rate_written(bytes_a_nanosecond: float) -> str:
 
 
 def _time_written(nanoseconds: int) -> str:
-    """In four digits, which is more than is known."""
-    unit, size = next((one for one in _UNITS if nanoseconds >= one[1]), _UNITS[-1])
+    unit, size = next(((unit, size) for unit, size in _UNITS if nanoseconds >= size), _UNITS[-1])
     return f"{max(nanoseconds, 1) / size:.4g} {unit}"

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
-    """Explain first, write afterwards: a run that cannot be explained leaves nothing behind."""
+    """Explain first and write afterwards, so that a run that cannot be explained leaves no file."""
     paths = expand(options.files) if options.files else [last_run.path()]
     dumps = flight_dumps(paths)
     if dumps:
@@ -91,13 +91,9 @@ def run(options: argparse.Namespace) -> Sequence[str]:
             raise BadInput(f"--ray needs {error.name}; install it: pip install 'keepbusy[ray]'") from None
     with progress(options.quiet) as on_progress, no_garbage_search():
         timeline = open_timeline(paths, part(on_progress, 0.0, READ), each)
+        explaining = part(on_progress, READ, 1.0)
         diagnosis = keepbusy.explain(
-            timeline,
-            options.plain_step,
-            options.what_if,
-            options.workers,
-            part(on_progress, READ, 1.0),
-            options.timeline,
+            timeline, options.plain_step, options.what_if, options.workers, explaining, options.timeline
         )
     text = rendered(diagnosis, options, _commands(options, diagnosis))
     if options.save:
@@ -110,7 +106,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Sequence[str]:
-    """What the flight recorder says of a job that hangs. There is no timeline in it."""
+    """Explain a job that hangs from the flight recorder's dumps, which hold no timeline."""
     from keepbusy.hang.flight_recorder import read_dumps
     from keepbusy.hang.waiting_ranks import as_json, explain_hang, told
 
@@ -123,7 +119,7 @@ def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Se
 
 
 def _commands(options: argparse.Namespace, diagnosis: Diagnosis) -> Commands:
-    """What can be done next: what `keepbusy run` recorded can be run again, a trace only be looked at."""
+    """The next commands: a run of `keepbusy run` can be repeated, a trace can only be shown."""
     from keepbusy.report.verdict import Commands
 
     plain = [] if options.plain_step is None else ["--plain-step", figures.option(options.plain_step)]
@@ -137,12 +133,12 @@ def _commands(options: argparse.Namespace, diagnosis: Diagnosis) -> Commands:
 
 
 def _folded(files: list[str]) -> list[str]:
-    """Many ranks as one pattern, where it means exactly these files."""
+    """Many files as one pattern, if it matches exactly these."""
     pattern = f"{_beginning(files)}*{_beginning([name[::-1] for name in files])[::-1]}"
     return [pattern] if len(files) > 2 and matches(pattern) == sorted(map(Path, files)) else files
 
 
 def _beginning(names: Sequence[str]) -> str:
-    """What all of them begin with."""
-    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    return "".join(letters[0] for letters in alike)
+    """The longest common beginning."""
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    return "".join(letters[0] for letters in same)

@@ -48,16 +48,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterable[str]:
-    """Stream the run to where it goes."""
+    """Stream the run to the file or to standard output."""
     if options.output:
         check_place(options.output)
     with progress(options.quiet) as on_progress:
         parts = _parts(open_timeline(expand(options.files), on_progress), options.to)
     if options.output is None:
         return parts
-    with replacing(options.output) as whole:
+    with replacing(options.output) as output:
         is_packed = options.output.suffix == ".gz"
-        with gzip.GzipFile(options.output.name, "wb", fileobj=whole) if is_packed else nullcontext(whole) as file:
+        with gzip.GzipFile(options.output.name, "wb", fileobj=output) if is_packed else nullcontext(output) as file:
             file.writelines(part.encode() for part in parts)
     return ()
 
@@ -67,7 +67,7 @@ def _parts(timeline: Timeline, kind: str) -> Iterable[str]:
 
     if kind == "perfetto":
         explained: Diagnosis | None = None
-        with suppress(BadInput):  # what cannot be explained can still be looked at
+        with suppress(BadInput):  # the timeline alone is worth exporting
             explained = keepbusy.explain(timeline, turns=True)
         return exports.perfetto(timeline, explained)
     if kind == "csv":

@@ -54,11 +54,11 @@ The program is run several times, so give it the arguments of a short run. Rando
 Python and NumPy begin at the same place in each. Ctrl-C ends the search, and shows what was found until then.
 """
 LEAST_GAIN = 0.01
-"""Of a step: a fix that gains less is not worth a line. On a measured clock neither is what its noise hides."""
+"""Share of a step: a fix that saves less does not hold. On a measured clock it must also save more than the noise."""
 MOST_APART = 0.01
-"""As far as `capturable=True` may be from a program by itself: of one that it changes by more nothing is known."""
+"""The largest difference of results that `capturable=True` alone may make; a larger one proves nothing."""
 MINUTES = 10
-"""After so many no further run is begun."""
+"""No run begins after so many minutes."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
-    """The plan first; then each of its fixes on top of those before it that hold."""
+    """Run the program as it is, then try each fix of its plan on top of those that hold."""
     if find_spec("libcst") is None:
         raise BadInput("keepbusy fix needs LibCST: `pip install libcst`. `keepbusy run --fix` does without.")
     need_pytorch("`keepbusy fix`")
@@ -85,30 +85,30 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         search.go()
     except KeyboardInterrupt:
         search.end("Ctrl-C ended the search")
-        print_parts([*_diffs(search.held), "nothing was written\n"])
+        print_parts([*_diffs(search.sources), "nothing was written\n"])
         raise
-    told, held = [*_diffs(search.held)], search.held
+    text, sources = [*_diffs(search.sources)], search.sources
     if options.write:
-        for file, source in held.items():
+        for file, source in sources.items():
             write_whole(Path(file), source)
-        told.append(f"written: {', '.join(held)}\n" if held else "nothing was written\n")
-    elif held:
-        told.append("nothing was written; `keepbusy fix --write` writes these changes into the source\n")
-    return told
+        text.append(f"written: {', '.join(sources)}\n" if sources else "nothing was written\n")
+    elif sources:
+        text.append("nothing was written; `keepbusy fix --write` writes these changes into the source\n")
+    return text
 
 
 @dataclass(frozen=True)
 class TrialRun:
-    """A run of the program, or of a candidate: what it took, and what it computed."""
+    """A run of the program, or of a candidate: its diagnosis, its time, and what it computed."""
 
     diagnosis: Diagnosis
     length: int
     computed: RunResults
     graphs: tuple[str, ...] = ()
-    """What its graphs say of themselves, of each process."""
+    """The report of each process about its graphs."""
 
     def time(self, planned: PlannedFix) -> int:
-        """Of a step; of the whole run for what does not come in every step."""
+        """The time of a step, or of the whole run for a fix beside the steps."""
         return self.length if planned.is_beside_steps else self.diagnosis.plain_step
 
 
@@ -117,114 +117,117 @@ class DifferentResults(BadInput):
 
 
 class Attempt(NamedTuple):
-    """A fix of the plan, and the edit that is to serve it: its own, or another one in its place."""
+    """A fix of the plan, and the edit that makes it: its own, or an alternative."""
 
     planned: PlannedFix
-    way: str
-    loops: tuple[str, ...]
-    """Those whose iterations are explained."""
+    edit: str
 
-    def on_top_of(self, held: dict[str, str]) -> dict[str, str]:
-        """The sources that hold, with this one."""
-        from keepbusy.fix.source.planned_edits import edited_files
-
-        return held | edited_files(self.planned, self.way, held, self.loops)
+    @property
+    def is_alternative(self) -> bool:
+        return self.edit != self.planned.fix
 
 
 class FixSearch:
-    """Each fix is tried on top of those that hold, and what became of it is told at once."""
+    """Tries each fix on top of those that hold, and reports its outcome at once."""
 
-    def __init__(self, runs: CandidateRuns, own: TrialRun) -> None:
-        """The plan begins with what gains most. What may serve in the place of one of its fixes comes after all of
-        them, for of that nothing is foretold; first of those in every step, for what gains there counts by the step."""
+    def __init__(self, runs: CandidateRuns, plain: TrialRun) -> None:
+        """The plan begins with the largest saving. Alternatives come after all of its fixes because their savings are
+        not predicted, and those in the steps come before those beside them."""
         from keepbusy.fixes.source.rewriting import ways_of
 
-        self._runs, self._own, self._last = runs, own, own
-        self.held: dict[str, str] = {}
-        """The sources with all fixes that hold."""
-        self._kept = set[str]()
-        """Edits that hold somewhere."""
-        self._vain: list[dict[str, str]] = []
-        self._told: list[PlannedFix] = []  # of which it was said what came of them, not only of another in their place
-        loops = own.diagnosis.loop, *(one.loop for one in own.diagnosis.plan if one.loop)
-        attempts = [Attempt(planned, way, loops) for planned in own.diagnosis.plan for way in ways_of(planned.fix)]
-        self._left = sorted(attempts, key=lambda one: one.way != one.planned.fix and 1 + one.planned.is_beside_steps)
+        self._runs, self._plain, self._last = runs, plain, plain
+        self.sources: dict[str, str] = {}
+        """The changed files, with all fixes that hold."""
+        self._edits_held = set[str]()
+        self._failed: list[dict[str, str]] = []
+        self._reported: list[PlannedFix] = []  # fixes whose own edit has an outcome
+        plan = plain.diagnosis.plan
+        self._loops = plain.diagnosis.loop, *(planned.loop for planned in plan if planned.loop)
+        self._attempts = [Attempt(planned, edit) for planned in plan for edit in ways_of(planned.fix)]
+        self._attempts.sort(key=lambda attempt: attempt.is_alternative and 1 + attempt.planned.is_beside_steps)
 
     def go(self) -> None:
-        plan, count = self._own.diagnosis.plan, len(self._to_come())
+        plan, count = self._plain.diagnosis.plan, len(self._remaining())
         several = f"{len(plan)} {'fix' if len(plan) == 1 else 'fixes'}"
-        step = duration(self._own.diagnosis.plain_step)
+        step = duration(self._plain.diagnosis.plain_step)
         if not plan:
             print_parts([f"{self._runs.name}: a step takes {step}; the plan has no fix, so there is nothing to try\n"])
             return
         print_parts([f"{self._runs.name}: a step takes {step}; the plan has {several}\n", self._runs.announced(count)])
-        done, why = 0, ""
-        while self._left and not (why := self._runs.end_of_search()):
-            attempt = self._left[0]
+        tried, why = 0, ""
+        while self._attempts and not (why := self._runs.end_of_search()):
+            attempt = self._attempts[0]
             if candidate := self._candidate(attempt):
-                done += 1
-                self._try(attempt, candidate, f"change {done} of {max(done, count)}, '{words.fix(attempt.way)}'")
-            elif attempt.way == attempt.planned.fix and attempt.on_top_of({}):
-                self._told.append(attempt.planned)  # one that was tried before it changes the same
-            del self._left[0]
+                tried += 1
+                self._try(attempt, candidate, f"change {tried} of {max(tried, count)}, '{words.fix(attempt.edit)}'")
+            elif not attempt.is_alternative and self._with(attempt, {}):
+                self._reported.append(attempt.planned)  # an earlier attempt made the same change
+            del self._attempts[0]
         self.end(why)
 
     def end(self, why: str) -> None:
-        """What was not tried, and why; and what is left for a person to do."""
+        """Report what was not tried, and why, and what has to be done by hand."""
         from keepbusy.causes.places import Where
         from keepbusy.fixes.source.rewriting import edit_of
         from keepbusy.report.source import fix_line
 
-        rest = self._to_come()
-        if rest:
-            named = [f"  {words.fix(one.way)} at {_listed(one.planned.where)}{_foretold(one)}\n" for one in rest]
-            print_parts([f"\nnot tried, since {why}:\n", *named])
-        for planned in self._own.diagnosis.plan:
-            if planned in self._told or any(one[:2] == (planned, planned.fix) for one in rest):
+        remaining = self._remaining()
+        if remaining:
+            print_parts([f"\nnot tried, since {why}:\n", *map(_not_tried, remaining)])
+        for planned in self._plain.diagnosis.plan:
+            if planned in self._reported or any(attempt[:2] == (planned, planned.fix) for attempt in remaining):
                 continue
             why = ", since keepbusy cannot change these lines itself" if edit_of(planned.fix) else ""
             line = fix_line(planned.fix, (planned.where or (Where(),))[0], planned.code or planned.advice)
-            print_parts([_told(planned.fix, planned.where, f"by hand{why}: {line}")])
+            print_parts([_result(planned.fix, planned.where, f"by hand{why}: {line}")])
 
-    def _to_come(self) -> list[Attempt]:
-        """Each change once."""
-        candidates = [(self._candidate(one), one) for one in self._left]
-        changes = [candidate for candidate, _ in candidates]
-        return [one for at, (candidate, one) in enumerate(candidates) if candidate and candidate not in changes[:at]]
+    def _remaining(self) -> list[Attempt]:
+        """The attempts that are left, one for each different change."""
+        attempts, candidates = list[Attempt](), list[dict[str, str]]()
+        for attempt in self._attempts:
+            if (candidate := self._candidate(attempt)) and candidate not in candidates:
+                attempts.append(attempt)
+                candidates.append(candidate)
+        return attempts
 
     def _candidate(self, attempt: Attempt) -> dict[str, str]:
-        """The sources that hold with this one; {} if that changes nothing, or was tried in vain."""
-        candidate = attempt.on_top_of(self.held)
-        return {} if candidate == self.held or candidate in self._vain else candidate
+        """The sources with this attempt; {} if it changes nothing, or has failed before."""
+        candidate = self._with(attempt, self.sources)
+        return {} if candidate == self.sources or candidate in self._failed else candidate
+
+    def _with(self, attempt: Attempt, sources: dict[str, str]) -> dict[str, str]:
+        from keepbusy.fix.source.planned_edits import edited_files
+
+        return sources | edited_files(attempt.planned, attempt.edit, sources, self._loops)
 
     def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
         from keepbusy.fix.source.planned_edits import changed_at
         from keepbusy.fixes.source.rewriting import where_results_differ
 
-        planned, way, loops = attempt
-        where = changed_at(self.held, candidate) or planned.where
+        planned, edit = attempt
+        where = changed_at(self.sources, candidate) or planned.where
         try:
             now = self._runs.tried(candidate, what)
-            told = self._runs.proven(planned, way, self._own, (self.held, self._last), now)
+            outcome = self._runs.proven(planned, edit, self._plain, (self.sources, self._last), now)
         except BadInput as error:
-            told = f"left out: {str(error).rstrip('.')}"
-            self._vain.append(candidate)
-            other = where_results_differ(way) if isinstance(error, DifferentResults) else ""
+            outcome = f"left out: {str(error).rstrip('.')}"
+            self._failed.append(candidate)
+            other = where_results_differ(edit) if isinstance(error, DifferentResults) else ""
             if other:
-                self._left.insert(1, Attempt(planned, other, loops))
+                self._attempts.insert(1, Attempt(planned, other))
         else:
-            self.held, self._last = candidate, now
-            self._kept.add(way)
-        if way == planned.fix:
-            self._told.append(planned)
+            self.sources, self._last = candidate, now
+            self._edits_held.add(edit)
+        if not attempt.is_alternative:
+            self._reported.append(planned)
         else:
-            how = "beside" if planned.fix in self._kept else "instead of"
-            told = f"{how} '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {told}"
-        print_parts([_told(way, where, told)])
+            how = "beside" if planned.fix in self._edits_held else "instead of"
+            outcome = f"{how} '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {outcome}"
+        print_parts([_result(edit, where, outcome)])
 
 
 class CandidateRuns:
-    """The program, run with other sources in place of its own."""
+    """Runs the program with changed sources in place of its own."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         script, arguments = program_in(options)
@@ -232,16 +235,16 @@ class CandidateRuns:
         self._folder, self._count = folder, 0
         self._began, self._longest, self._minutes = time.monotonic(), 0.0, options.minutes
         self._capturable: RunResults | None = None
-        """What the program computes with the optimizers that a graph needs."""
+        """The program's results with the optimizers that a graph needs."""
         self._unprovable: str | None = None
-        """Why nothing can be proven of this program; "" once it is known to compute the same twice."""
+        """Why nothing can be proven about this program; "" once two runs have computed the same."""
         self._is_modelled, self._computes = options.clock == "modelled", options.values == "real"
         self.name = f"-m {script}" if options.module else script
         given = handed_on(options, add_arguments, ("gpus", "ranks", "clock", "clocks", "values"))
         self._command = ["--on", options.on, *given, "--quiet", *(["-m"] if options.module else []), script, *arguments]
 
     def tried(self, sources: dict[str, str], what: str, capturable: bool = False) -> TrialRun:
-        """`what`: which run it is, for who looks on. `capturable`: with the optimizers that a graph needs."""
+        """`what` names the run for the user. `capturable`: with the optimizers that a graph needs."""
         from keepbusy.fix.source.proof import RunResults
         from keepbusy.fix.source.rewritten_run import graphs_of
         from keepbusy.timeline.busy_file import load
@@ -258,7 +261,7 @@ class CandidateRuns:
         return TrialRun(keepbusy.explain(timeline), int(timeline.spans.end.max()), computed, graphs)
 
     def announced(self, changes: int) -> str:
-        """What is to come, for who waits for it."""
+        """The line that says how many runs will follow."""
         if not changes:
             return "keepbusy can write none of them into the source\n"
         runs = f"{'a run' if self._is_modelled else 'one or two runs'} of {self._longest:.0f} s"
@@ -267,7 +270,7 @@ class CandidateRuns:
         return f"{changes} changes of the source are tried, each in {runs}, the largest saving first\n"
 
     def end_of_search(self) -> str:
-        """Why nothing more is tried; "" while there is time."""
+        """Why no further run begins; "" while there is time."""
         if self._unprovable:
             return self._unprovable
         needed = self._longest * (1 if self._is_modelled else 2)
@@ -279,12 +282,12 @@ class CandidateRuns:
         )
 
     def proven(
-        self, planned: PlannedFix, way: str, own: TrialRun, without: tuple[dict[str, str], TrialRun], after: TrialRun
+        self, planned: PlannedFix, edit: str, plain: TrialRun, without: tuple[dict[str, str], TrialRun], after: TrialRun
     ) -> str:
-        """What a fix gains and how that is known. Raises BadInput with why it does not hold.
+        """What a fix saves, and how its results compare. Raises BadInput with the reason if it does not hold.
 
-        `without`: the sources with the fixes that hold already, and their run. What rounds differently is held against
-        the program's own run. On a measured clock a gain has to come twice: a busy machine is slow at times.
+        `without`: the sources with the fixes that hold already, and their run. Results that may round differently are
+        compared with the plain run. On a measured clock the run without the fix is repeated: it may have been slowed.
         """
         from keepbusy.fix.source.rewritten_run import refusal_of
 
@@ -292,64 +295,63 @@ class CandidateRuns:
         if refusal := refusal_of(after.graphs, known):
             raise BadInput(f"no graph was replayed: {refusal}")
         sources, before = without
-        same = self._same_results(way, own, before, after)
+        same = self._same_results(edit, plain, before, after)
         was, now = before.time(planned), after.time(planned)
-        least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else own.diagnosis.noise)
+        least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else plain.diagnosis.noise)
         if was - now >= least and not self._is_modelled:
-            was = min(was, self.tried(sources, f"without '{words.fix(way)}', again").time(planned))
-        what = "the run" if planned.is_beside_steps else "a step"
+            was = min(was, self.tried(sources, f"without '{words.fix(edit)}', again").time(planned))
+        whole = "the run" if planned.is_beside_steps else "a step"
         if was - now < least:
-            raise BadInput(f"it saves nothing: {what} takes {duration(was)} without it and {duration(now)} with it")
-        predicted = f" ({duration(max(0, planned.gain))} predicted)" if way == planned.fix and what == "a step" else ""
-        return f"saves {duration(was - now)} of the {duration(was)} that {what} takes{predicted}; {same}"
+            raise BadInput(f"it saves nothing: {whole} takes {duration(was)} without it and {duration(now)} with it")
+        is_predicted = edit == planned.fix and not planned.is_beside_steps
+        predicted = f" ({duration(max(0, planned.gain))} predicted)" if is_predicted else ""
+        return f"saves {duration(was - now)} of the {duration(was)} that {whole} takes{predicted}; {same}"
 
-    def _same_results(self, way: str, own: TrialRun, before: TrialRun, after: TrialRun) -> str:
-        """How far the results are the same. Raises BadInput where they are not."""
+    def _same_results(self, edit: str, plain: TrialRun, before: TrialRun, after: TrialRun) -> str:
+        """How equal the results are. Raises BadInput if they differ too much."""
         from keepbusy.fixes.source.rewriting import edit_of
 
         if not self._computes:
             return "results not compared, since nothing is computed with --values none"
-        edit = edit_of(way)
-        tolerance, why = (edit.tolerance, edit.why) if edit else (0.0, "")
-        different, of_whom = (own if tolerance else before).computed.same(after.computed, tolerance), ""
+        source_edit = edit_of(edit)
+        tolerance, why = (source_edit.tolerance, source_edit.why) if source_edit else (0.0, "")
+        different, compared = (plain if tolerance else before).computed.same(after.computed, tolerance), ""
         if different:
             if self._unprovable is None:
-                again = own.computed.same(self.tried({}, "as it is, again").computed, 0)
-                self._unprovable = again and (
-                    f"this program does not compute the same twice ({again}), so nothing can be proven: "
+                difference = plain.computed.same(self.tried({}, "as it is, again").computed, 0)
+                self._unprovable = difference and (
+                    f"this program does not compute the same twice ({difference}), so nothing can be proven: "
                     "give it a seed, and no checkpoint to resume from"
                 )
             if self._unprovable:
                 raise BadInput(self._unprovable)
-            if way == "graph":
-                different, tolerance, of_whom = self._against_capturable(different, own, after, tolerance)
+            if edit == "graph":
+                different, tolerance, compared = self._against_capturable(different, plain, after, tolerance)
             if different:
                 because = f" ({why})" if why and not tolerance else ""
                 raise DifferentResults(f"{different.rstrip('.')}{because}")
-        return (
-            f"results within {100 * tolerance:.3g}%{of_whom}, for {why}"
-            if tolerance
-            else "the same results to the last bit"
-        )
+        if not tolerance:
+            return "the same results to the last bit"
+        return f"results within {100 * tolerance:.3g}%{compared}, for {why}"
 
     def _against_capturable(
-        self, different: str, own: TrialRun, after: TrialRun, tolerance: float
+        self, different: str, plain: TrialRun, after: TrialRun, tolerance: float
     ) -> tuple[str, float, str]:
-        """What differs, else the tolerance, and of whom the results are. A graph needs PyTorch's `capturable`
-        optimizers, whose rounding grows in some programs, as GANs: what the graph itself changes shows against a run
-        with these, or is no more than they change."""
+        """What differs if anything does, the tolerance, and a phrase that names the run compared with. A graph needs
+        PyTorch's `capturable` optimizers, whose rounding errors grow in some programs, such as GANs. So its results are
+        compared with those of these optimizers, or may differ as much as they alone do."""
         if self._capturable is None:
             try:
                 self._capturable = self.tried({}, "as it is, with capturable optimizers", capturable=True).computed
-            except BadInput:  # they are not for it, as with weights on the CPU
+            except BadInput:  # the program cannot use them, for example because its weights are on the CPU
                 return different, tolerance, ""
         if not self._capturable.weights:
             return different, tolerance, ""
         if not self._capturable.same(after.computed, tolerance):
             return "", tolerance, " of the program with `capturable=True`"
-        by_themselves = max(own.computed.distances(self._capturable).values())
-        if tolerance < by_themselves <= MOST_APART and not own.computed.same(after.computed, by_themselves):
-            return "", by_themselves, ", as with `capturable=True` alone"
+        distance = max(plain.computed.distances(self._capturable).values())
+        if tolerance < distance <= MOST_APART and not plain.computed.same(after.computed, distance):
+            return "", distance, ", as with `capturable=True` alone"
         return different, tolerance, ""
 
     def _run(self, sources: dict[str, str], folder: Path, what: str, capturable: bool) -> None:
@@ -357,29 +359,29 @@ class CandidateRuns:
         from keepbusy.fix.source.proof import ASKED
         from keepbusy.fixes.source.graphs import origins_of
 
-        kept, asked = folder / "run.busy", folder / "asked.json"
-        whole = {str(Path(file).resolve()): source for file, source in sources.items()}
-        origins = {file: origins_of(source, source_of(file)) for file, source in whole.items()}
-        told = {"sources": whole, "origins": origins, "witness": str(folder), "capturable": capturable}
-        asked.write_text(json.dumps(told), encoding="utf-8")
+        saved, instructions = folder / "run.busy", folder / "asked.json"
+        resolved = {str(Path(file).resolve()): source for file, source in sources.items()}
+        origins = {file: origins_of(source, source_of(file)) for file, source in resolved.items()}
+        content = {"sources": resolved, "origins": origins, "witness": str(folder), "capturable": capturable}
+        instructions.write_text(json.dumps(content), encoding="utf-8")
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             child = subprocess.Popen(
-                [sys.executable, "-m", "keepbusy", "run", "--save", str(kept), *self._command],
-                env={**os.environ, ASKED: str(asked), "PYTHONHASHSEED": "0"},
+                [sys.executable, "-m", "keepbusy", "run", "--save", str(saved), *self._command],
+                env={**os.environ, ASKED: str(instructions), "PYTHONHASHSEED": "0"},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
             _wait(child, what, self._longest)
             errors.seek(0)
-            said = [line for line in errors.read().splitlines() if line.strip()]
-        if child.returncode or not kept.exists():
-            its_own = [line for line in said if not line.startswith("keepbusy: ")]
-            last = (its_own or said or ["it said nothing"])[-1]
+            lines = [line for line in errors.read().splitlines() if line.strip()]
+        if child.returncode or not saved.exists():
+            lines_of_program = [line for line in lines if not line.startswith("keepbusy: ")]
+            last = (lines_of_program or lines or ["it said nothing"])[-1]
             raise BadInput(f"{self.name} ended with exit code {child.returncode}: {last}")
 
 
 def _wait(child: subprocess.Popen[bytes], what: str, expected: float) -> None:
-    """A terminal shows how long it has taken so far; elsewhere, as in the log of CI, each run is a line."""
+    """Wait for the run. A terminal shows the time so far; elsewhere, such as in a CI log, each run has one line."""
     began, is_terminal = time.monotonic(), sys.stderr.isatty()
     if not is_terminal:
         about = f", about {expected:.0f} s" if expected else ""
@@ -399,37 +401,39 @@ def _wait(child: subprocess.Popen[bytes], what: str, expected: float) -> None:
             sys.stderr.write("\r\x1b[K")
 
 
-def _told(fix: str, where: Sequence[Where], what: str) -> str:
-    return f"\n{words.fix(fix)} at {_listed(where)}\n  {what}\n"
+def _result(fix: str, where: Sequence[Where], outcome: str) -> str:
+    return f"\n{words.fix(fix)} at {_listed(where)}\n  {outcome}\n"
 
 
-def _foretold(attempt: Attempt) -> str:
-    """What the plan says that it would gain; of another edit in its place that is unknown."""
-    planned, way, _ = attempt
-    if way != planned.fix:
-        return f", instead of '{words.fix(planned.fix)}'"
+def _not_tried(attempt: Attempt) -> str:
+    """An attempt that was not tried, with its predicted saving; that of an alternative is unknown."""
+    planned, note = attempt.planned, ""
     gain = planned.run_gain if planned.is_beside_steps else planned.gain
-    return f", predicted to save {duration(gain)}{'' if planned.is_beside_steps else ' per step'}" if gain > 0 else ""
+    if attempt.is_alternative:
+        note = f", instead of '{words.fix(planned.fix)}'"
+    elif gain > 0:
+        note = f", predicted to save {duration(gain)}{'' if planned.is_beside_steps else ' per step'}"
+    return f"  {words.fix(attempt.edit)} at {_listed(planned.where)}{note}\n"
 
 
 def _listed(where: Sequence[Where]) -> str:
-    """The lines that cost most."""
+    """The three places that cost most, and how many more there are."""
     more = f" and {len(where) - 3} more" if len(where) > 3 else ""
-    return ", ".join(str(one) for one in where[:3]) + more
+    return ", ".join(str(place) for place in where[:3]) + more
 
 
-def _diffs(held: dict[str, str]) -> Iterator[str]:
-    """Named from this folder on, or from one above it that holds all files: `patch` takes no names from above."""
+def _diffs(sources: dict[str, str]) -> Iterator[str]:
+    """Diffs relative to this folder, or to one above it that holds all files: `patch` takes no names with `..`."""
     from keepbusy.fix.source.planned_edits import source_of
     from keepbusy.fixes.source.rewriting import lines_of
 
-    here = Path.cwd()
-    whole = {file: Path(os.path.normpath(here / file)) for file in held}
-    shared = Path(os.path.commonpath([here, *(one.parent for one in whole.values())]))
-    for file, source in held.items():
-        name = whole[file].relative_to(shared).as_posix()
+    current = Path.cwd()
+    paths = {file: Path(os.path.normpath(current / file)) for file in sources}
+    shared = Path(os.path.commonpath([current, *(path.parent for path in paths.values())]))
+    for file, source in sources.items():
+        name = paths[file].relative_to(shared).as_posix()
         yield "\n"
         for line in difflib.unified_diff(lines_of(source_of(file)), lines_of(source), f"a/{name}", f"b/{name}"):
             yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-    if shared != here:
+    if shared != current:
         yield f"\nthe diff names files from {shared} on: `patch -p1 -d {shared}` takes it\n"

@@ -20,7 +20,7 @@ examples:
 """
 PACKAGE = Path(__file__).resolve().parents[1]
 PLACES = (PACKAGE / "course", PACKAGE.parents[1] / "docs" / "course")
-"""In a wheel, and in a checkout."""
+"""The course in a wheel, and in a checkout."""
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PICTURE = re.compile(r"!\[(.*?)\]\((.*?)\)")
 INNER_LINK = re.compile(r"\[([^\]]*)\]\((?:\d-[\w-]+\.md)?#[\w-]*\)")
@@ -68,22 +68,22 @@ def _copied(programs: Path, folder: Path) -> Iterator[str]:
 
 
 def shown(page: Path, where: Screen) -> str:
-    """For a terminal: comments are gone, answers stand open, and a picture is the place of its file. A program's lines
-    stay whole, so that they can be copied."""
+    """A page for the terminal: without comments, with answers open, and with the paths of pictures. Lines of programs
+    are not broken, so that they can be copied."""
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.syntax import Syntax
 
     text = COMMENT.sub("", page.read_text(encoding="utf-8"))
-    text = PICTURE.sub(lambda found: f"*{found[1]}:* `{page.parent / found[2]}`", text)
+    text = PICTURE.sub(lambda match: f"*{match[1]}:* `{page.parent / match[2]}`", text)
     text = INNER_LINK.sub(r"\1", text)
-    text = DETAILS_TAG.sub(lambda found: f"**{found[1]}.**" if found[1] else "", text)
+    text = DETAILS_TAG.sub(lambda match: f"**{match[1]}.**" if match[1] else "", text)
     out = io.StringIO()
     colour = {"force_terminal": True, "color_system": "truecolor"} if where.colour else {"color_system": None}
     console = Console(file=out, width=where.width, **colour)
     prose, *programs = PROGRAM.split(text)
     console.print(Markdown(prose, hyperlinks=False))
-    for language, program, after in zip(*(programs[place::3] for place in range(3)), strict=True):
+    for language, program, after in zip(programs[::3], programs[1::3], programs[2::3], strict=True):
         console.print("", Syntax("", language).highlight(program), sep="\n", soft_wrap=True)
         console.print(Markdown(after, hyperlinks=False))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

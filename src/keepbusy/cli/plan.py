@@ -32,14 +32,14 @@ The program calls keepbusy.spread(model, optimizer, loader, example=batch) and t
 virtual GPU, without values, one rank standing for all. No GPU is needed.
 """
 LAYOUT, FOUND = "KEEPBUSY_LAYOUT", "KEEPBUSY_LAYOUT_FOUND"
-"""What `spread` is asked for, and the file in which it says what became of it."""
+"""The layout for `spread`, and the file into which it writes how it applied it."""
 ENDLESS = "4096 GiB"
-"""Memory in which every layout runs, so that it is known how much it needs."""
+"""Enough memory for every layout, so that a trial measures how much its layout needs."""
 
 
 @dataclass(frozen=True)
 class SpreadLayout:
-    """What `spread` is asked for."""
+    """A layout for `spread`."""
 
     shard: int
     tensor: int
@@ -55,18 +55,18 @@ class Trial:
     layout: SpreadLayout
     step: int
     ledger: Mapping[str, int]
-    peak: int  # by PyTorch, from the driver
-    held: int  # of it, by tensors
-    batches: int  # of the program's own size that all ranks take in a step
+    peak: int  # reserved by PyTorch
+    held: int  # allocated by tensors
+    batches: int  # of the program's size, which all ranks together take in a step
 
     @property
     def pace(self) -> float:
-        """Nanoseconds a batch."""
+        """Nanoseconds per batch."""
         return self.step / self.batches
 
     @property
     def exposed(self) -> int:
-        """Communication that nothing computes beside."""
+        """Communication without computing at the same time."""
         return self.ledger.get("collective", 0) + self.ledger.get("exposed_collective", 0)
 
     @property
@@ -109,38 +109,38 @@ def run(options: argparse.Namespace) -> Sequence[str]:
     hint_at_own_options(options, add_arguments)
     device = read(options.on)
     gpus, of_host = options.gpus, device.wire.devices
-    chosen = list(_asked(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
+    layouts = list(_parsed(options.layouts, gpus) if options.layouts else _layouts(gpus, of_host))
     folder = make_folder()
-    tried = _tried(chosen, options, _with_memory(options.on, folder), folder)
-    trials = [one for one in tried if isinstance(one, Trial)]
+    outcomes = _run_all(layouts, options, _with_memory(options.on, folder), folder)
+    trials = [outcome for outcome in outcomes if isinstance(outcome, Trial)]
     if not trials:
-        raise BadInput(f"none of {len(chosen)} layouts could be run; the first said: {tried[0]}")
-    for layout, one in zip(chosen, tried, strict=True):
-        if not isinstance(one, Trial):
-            complain(f"{layout}: {one}")
+        raise BadInput(f"none of {len(layouts)} layouts could be run; the first said: {outcomes[0]}")
+    for layout, outcome in zip(layouts, outcomes, strict=True):
+        if not isinstance(outcome, Trial):
+            complain(f"{layout}: {outcome}")
     plan = LayoutPlan(trials, device.memory.size - CONTEXT, options.price, options.gpus)
     if options.json:
         return (json.dumps(plan.as_json(), indent=1), "\n")
     head = f"keepbusy plan · {Path(script).name} on {options.gpus} × {device.name}"
     hosts = -(-gpus // of_host)
-    return (f"{head}{f', {hosts} hosts of {of_host}' if hosts > 1 else ''}\n\n", *plan.told())
+    return (f"{head}{f', {hosts} hosts of {of_host}' if hosts > 1 else ''}\n\n", *plan.table())
 
 
 def _layouts(gpus: int, of_host: int) -> Iterator[SpreadLayout]:
-    """Every way of `spread`. Parts of a layer stay within a host: each layer waits for them."""
-    parts = [one for one in (1, 2, 4, 8, 16) if one <= min(gpus, of_host) and gpus % one == 0]
+    """All layouts of `spread`. Parts of a layer stay within a host, because each layer waits for them."""
+    parts = [count for count in (1, 2, 4, 8, 16) if count <= min(gpus, of_host) and gpus % count == 0]
     for tensor in parts:
         for shard in (0, 1, 2, 3) if tensor < gpus else (0,):
             if tensor == 1 or shard != 1:
                 yield SpreadLayout(shard, tensor)
 
 
-def _asked(text: str, gpus: int) -> Iterator[SpreadLayout]:
-    for one in text.split(","):
-        known = re.fullmatch(r"shard=([0-3])(?:\+tensor=([0-9]{1,9}))?", one)
-        if not known or not int(known[2] or 1) or gpus % int(known[2] or 1):
-            raise BadInput(f"{one!r} is no layout of {gpus} GPUs; give shard=0 to 3, and +tensor= what divides them.")
-        yield SpreadLayout(int(known[1]), int(known[2] or 1))
+def _parsed(text: str, gpus: int) -> Iterator[SpreadLayout]:
+    for word in text.split(","):
+        match = re.fullmatch(r"shard=([0-3])(?:\+tensor=([0-9]{1,9}))?", word)
+        if not match or not int(match[2] or 1) or gpus % int(match[2] or 1):
+            raise BadInput(f"{word!r} is no layout of {gpus} GPUs; give shard=0 to 3, and +tensor= what divides them.")
+        yield SpreadLayout(int(match[1]), int(match[2] or 1))
 
 
 def _with_memory(name: str, folder: Path) -> Path:
@@ -153,13 +153,13 @@ def _with_memory(name: str, folder: Path) -> Path:
     return roomy
 
 
-def _tried(
-    chosen: Sequence[SpreadLayout], options: argparse.Namespace, device: Path, folder: Path
+def _run_all(
+    layouts: Sequence[SpreadLayout], options: argparse.Namespace, device: Path, folder: Path
 ) -> list[Trial | str]:
-    """Of each layout its figures, or why there are none. All are forks of one process that has imported PyTorch."""
+    """For each layout its trial, or why it failed. All run in forks of one process that has imported PyTorch."""
     code = f"from {__name__} import serve; serve({options.jobs})"
-    trials = [_asked_of(layout, options, device, folder) for layout in chosen]
-    tried: dict[int, Trial | str] = {}
+    tasks = [_task(layout, options, device, folder) for layout in layouts]
+    outcomes: dict[int, Trial | str] = {}
     server = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -170,69 +170,69 @@ def _tried(
     with server, progress() as on_progress:
         assert server.stdin is not None
         assert server.stdout is not None
-        server.stdin.write(json.dumps(trials))
+        server.stdin.write(json.dumps(tasks))
         server.stdin.close()
-        say = on_progress or (lambda _what, _share: None)
-        say(f"0 of {len(chosen)} layouts have run", 0.0)
+        show = on_progress or (lambda _what, _share: None)
+        show(f"0 of {len(layouts)} layouts have run", 0.0)
         for line in server.stdout:
-            index, ended = json.loads(line)
-            tried[index] = _outcome(chosen[index], ended, folder)
-            say(f"{len(tried)} of {len(chosen)} layouts have run", len(tried) / len(chosen))
-    return [tried.get(index, "its process ended before it could be run") for index in range(len(chosen))]
+            index, exit_code = json.loads(line)
+            outcomes[index] = _outcome(layouts[index], exit_code, folder)
+            show(f"{len(outcomes)} of {len(layouts)} layouts have run", len(outcomes) / len(layouts))
+    return [outcomes.get(index, "its process ended before it could be run") for index in range(len(layouts))]
 
 
-def _asked_of(layout: SpreadLayout, options: argparse.Namespace, device: Path, folder: Path) -> dict[str, Any]:
+def _task(layout: SpreadLayout, options: argparse.Namespace, device: Path, folder: Path) -> dict[str, Any]:
     command = ["run", "--on", str(device), "--values", "none", "--clock", "modelled"]
     command += ["--ranks", str(options.gpus), "--alike"] if options.gpus > 1 else []
     command += ["--quiet", "--save", str(folder / f"{layout}.busy"), *(["-m"] if options.module else [])]
     return {
         "command": [*command, *options.program],
         "environment": {LAYOUT: f"{layout.shard},{layout.tensor}", FOUND: str(folder / f"{layout}.json")},
-        "says": str(folder / f"{layout}.txt"),
+        "errors": str(folder / f"{layout}.txt"),
     }
 
 
 def serve(jobs: int) -> None:
-    """What that process does: so many trials at a time, each told as it ends. A program that asks for no layout is not
-    run with the others."""
-    for module in ("keepbusy.cli.run", *IMPORTED):  # seconds of the processor, for every trial
+    """Run the tasks of standard input, so many at a time, and print the exit code of each. If a program never calls
+    `spread`, the others are stopped."""
+    for module in ("keepbusy.cli.run", *IMPORTED):  # once, instead of some seconds in each trial
         import_module(module)
     import_module("keepbusy.virtual.pytorch.operators").prepare()
     gc.freeze()
-    left, running = list(enumerate(json.load(sys.stdin))), dict[int, tuple[int, Mapping[str, Any]]]()
-    while left or running:
-        while left and len(running) < jobs:
-            index, trial = left.pop(0)
+    waiting, running = list(enumerate(json.load(sys.stdin))), dict[int, tuple[int, Mapping[str, Any]]]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            index, task = waiting.pop(0)
             child = os.fork()
             if not child:
-                _become(trial)
-            running[child] = index, trial
+                _become(task)
+            running[child] = index, task
         child, status = os.wait()
-        index, trial = running.pop(child)
+        index, task = running.pop(child)
         sys.stdout.write(json.dumps([index, os.waitstatus_to_exitcode(status)]) + "\n")
         sys.stdout.flush()
-        if not status and not Path(trial["environment"][FOUND]).exists():
+        if not status and not Path(task["environment"][FOUND]).exists():
             for other in running:
                 os.kill(other, signal.SIGKILL)
             return
 
 
-def _become(trial: Mapping[str, Any]) -> NoReturn:
-    """Run the trial's command as from a shell; what it says goes to the trial's file."""
-    for number, place in enumerate((os.devnull, os.devnull, trial["says"])):
-        os.dup2(os.open(place, os.O_RDWR | os.O_CREAT), number)
-    os.environ |= trial["environment"]
-    sys.argv = ["keepbusy", *trial["command"]]
-    sys.exit(import_module("keepbusy.cli").main(trial["command"]))
+def _become(task: Mapping[str, Any]) -> NoReturn:
+    """Run the task's command as from a shell, with standard error in the task's file."""
+    for number, path in enumerate((os.devnull, os.devnull, task["errors"])):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    os.environ |= task["environment"]
+    sys.argv = ["keepbusy", *task["command"]]
+    sys.exit(import_module("keepbusy.cli").main(task["command"]))
 
 
-def _outcome(layout: SpreadLayout, ended: int, folder: Path) -> Trial | str:
-    kept, found = folder / f"{layout}.busy", folder / f"{layout}.json"
-    if ended or not kept.exists():
+def _outcome(layout: SpreadLayout, exit_code: int, folder: Path) -> Trial | str:
+    saved, applied = folder / f"{layout}.busy", folder / f"{layout}.json"
+    if exit_code or not saved.exists():
         lines = (folder / f"{layout}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line for line in lines if line.strip() and not line.startswith("keepbusy: 1 ")]
-        return said[-1].removeprefix("[rank0]: ") if said else f"it ended with exit code {ended}"
-    if not found.exists():
+        errors = [line for line in lines if line.strip() and not line.startswith("keepbusy: 1 ")]
+        return errors[-1].removeprefix("[rank0]: ") if errors else f"it ended with exit code {exit_code}"
+    if not applied.exists():
         raise BadInput(
             "the program does not call keepbusy.spread, whose layouts are tried; put this before its loop: "
             "model, optimizer, loader = keepbusy.spread(model, optimizer, loader, example=batch)"
@@ -240,7 +240,7 @@ def _outcome(layout: SpreadLayout, ended: int, folder: Path) -> Trial | str:
     from keepbusy.explain import explain
     from keepbusy.timeline.busy_file import load
 
-    spread, timeline = json.loads(found.read_text(encoding="utf-8")), load(kept)
+    spread, timeline = json.loads(applied.read_text(encoding="utf-8")), load(saved)
     diagnosis, memory = explain(timeline), timeline.memory
     peak, held = (int(sizes.max(initial=0)) for sizes in (memory.reserved, memory.allocated))
     batches = 1 if spread["shared"] else spread["data"]
@@ -249,7 +249,7 @@ def _outcome(layout: SpreadLayout, ended: int, folder: Path) -> Trial | str:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """What was tried, on devices of so much memory."""
+    """The layouts that were tried, for devices with so much memory."""
 
     trials: Sequence[Trial]
     memory: int
@@ -258,21 +258,21 @@ class LayoutPlan:
 
     @property
     def ordered(self) -> list[Trial]:
-        """The fastest that fits comes first, and what does not fit last."""
-        return sorted(self.trials, key=lambda one: (not self.fits(one), one.pace))
+        """Layouts that fit, the fastest first, then those that do not fit."""
+        return sorted(self.trials, key=lambda trial: (not self.fits(trial), trial.pace))
 
-    def fits(self, one: Trial) -> bool:
-        return one.held <= self.memory
+    def fits(self, trial: Trial) -> bool:
+        return trial.held <= self.memory
 
-    def cost(self, one: Trial) -> float | None:
+    def cost(self, trial: Trial) -> float | None:
         """Dollars for a million batches."""
-        return None if self.price is None else self.price * self.gpus * one.pace * 1e6 / 3.6e12
+        return None if self.price is None else self.price * self.gpus * trial.pace * 1e6 / 3.6e12
 
-    def told(self) -> Iterator[str]:
-        several = any(one.batches > 1 for one in self.trials)
+    def table(self) -> Iterator[str]:
+        several = any(trial.batches > 1 for trial in self.trials)
         heads = ["layout", "a step", "computes", "exposed", "waits", "memory", *(["batches"] if several else [])]
         heads += ["batches/s", *(["$ a million"] if self.price is not None else []), ""]
-        rows = [heads, *(self._row(one, several) for one in self.ordered)]
+        rows = [heads, *(self._row(trial, several) for trial in self.ordered)]
         widths = [max(len(row[place]) for row in rows) for place in range(len(heads))]
         for row in rows:
             first, *rest = (f"{cell:{'<' if not place else '>'}{widths[place]}}" for place, cell in enumerate(row[:-1]))
@@ -286,25 +286,25 @@ class LayoutPlan:
         yield "note    Modelled, without a GPU: all ranks do the same, none is late, and the network between hosts\n"
         yield "        is as the device file says.\n"
 
-    def _row(self, one: Trial, several: bool) -> list[str]:
-        cost, parts = self.cost(one), (one.step, one.computing, one.exposed, one.waits)
-        times = [duration(time, one.step) for time in parts]
+    def _row(self, trial: Trial, several: bool) -> list[str]:
+        cost, parts = self.cost(trial), (trial.step, trial.computing, trial.exposed, trial.waits)
+        times = [duration(time, trial.step) for time in parts]
         return [
-            str(one.layout), *times, f"{one.held / 1e9:.1f} GB", *([str(one.batches)] if several else []),
-            f"{1e9 / one.pace:.4g}", *([f"{cost:.2f}"] if cost is not None else []), self._why(one),
+            str(trial.layout), *times, f"{trial.held / 1e9:.1f} GB", *([str(trial.batches)] if several else []),
+            f"{1e9 / trial.pace:.4g}", *([f"{cost:.2f}"] if cost is not None else []), self._why(trial),
         ]  # fmt: skip
 
-    def _why(self, one: Trial) -> str:
+    def _why(self, trial: Trial) -> str:
         """Why it is slower than the fastest."""
         best = self.ordered[0]
-        if not self.fits(one):
-            return f"does not fit: {(one.held - self.memory) / 1e9:.0f} GB too much"
-        if one is best:
+        if not self.fits(trial):
+            return f"does not fit: {(trial.held - self.memory) / 1e9:.0f} GB too much"
+        if trial is best:
             return "the fastest" if len(self.trials) > 1 else ""
         parts = ("communication", "exposed"), ("computing", "computing"), ("waiting", "waits")
-        more = {name: (getattr(one, part) / one.batches - getattr(best, part) / best.batches) for name, part in parts}
+        more = {name: getattr(trial, part) / trial.batches - getattr(best, part) / best.batches for name, part in parts}
         worst = [name for name, time in more.items() if time > 0.25 * max(more.values())]
-        return f"{share(round(one.pace - best.pace), round(best.pace))} slower: more {listing(worst)}"
+        return f"{share(round(trial.pace - best.pace), round(best.pace))} slower: more {listing(worst)}"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -312,17 +312,17 @@ class LayoutPlan:
             "gpus": self.gpus,
             "layouts": [
                 {
-                    "shard": one.layout.shard,
-                    "tensor": one.layout.tensor,
-                    "step": round(one.step / 1e6, 6),
-                    "exposed": round(one.exposed / 1e6, 6),
-                    "peak": one.held,
-                    "reserved": one.peak,
-                    "batches": one.batches,
-                    "batches_per_second": 1e9 / one.pace,
-                    "cost": self.cost(one),
-                    "fits": self.fits(one),
+                    "shard": trial.layout.shard,
+                    "tensor": trial.layout.tensor,
+                    "step": round(trial.step / 1e6, 6),
+                    "exposed": round(trial.exposed / 1e6, 6),
+                    "peak": trial.held,
+                    "reserved": trial.peak,
+                    "batches": trial.batches,
+                    "batches_per_second": 1e9 / trial.pace,
+                    "cost": self.cost(trial),
+                    "fits": self.fits(trial),
                 }
-                for one in self.ordered
+                for trial in self.ordered
             ],
         }

@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
-    """Ends with the program's own exit code, so it does not come back when that is not 0."""
+    """Exits with the program's exit code if that is not 0."""
     options.began = time.time()
     set_launcher()
     options.text = _text(options)
@@ -140,8 +140,8 @@ def run(options: argparse.Namespace) -> Sequence[str]:
         if options.fix:
             os.environ[rewritten_run.FILE] = str(options.rewriting)
         sys.exit(program.launch(options.ranks, _command(options)))
-    program.meet()  # before any rank ends: what nobody has entered is stale
-    if not options.quiet and program.rank() == 0:  # a verb that starts a run asks for a quiet one
+    program.enter_meeting_place()  # before any rank ends: a folder that nobody has entered is stale
+    if not options.quiet and program.rank() == 0:  # runs of other verbs are quiet
         if not options.fix:  # the next run with fixes takes its plan from the same one
             last_run.forget(_name_of_program(options))
         if options.text is None:
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 
 
 def _text(options: argparse.Namespace) -> str | bytes | None:
-    """The program where it is no file: it stands behind `-c`, or for `-` comes in by standard input, as for Python."""
+    """The program if it is no file: with `-c` an argument, with `-` standard input, as for Python."""
     first, *arguments = options.program
     if options.module or not (options.is_text or first == "-"):
         return None
@@ -176,7 +176,7 @@ def _text(options: argparse.Namespace) -> str | bytes | None:
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Nobody waits for a program's end to hear that its report cannot be written. The program may go elsewhere."""
+    """Check paths before the program runs, and make them absolute, since the program may change its folder."""
     if options.save:
         check_name(options.save)
         options.save_at = options.save.absolute()
@@ -202,10 +202,9 @@ def _refuse_contradictions(options: argparse.Namespace, real: bool) -> None:
 
 
 def _program(options: argparse.Namespace) -> int:
-    """Where the result is JSON, standard output is the result's alone, also for children and native code."""
     from keepbusy.program import script
 
-    if options.json:
+    if options.json:  # standard output is for the result alone, also in children and native code
         with suppress(OSError):
             os.dup2(2, 1)
     if "KEEPBUSY_CANDIDATE" in os.environ:  # `keepbusy fix` tries another source
@@ -220,7 +219,7 @@ def _program(options: argparse.Namespace) -> int:
 
 
 def be_candidate() -> None:
-    """In this process, and in those that the program spawns."""
+    """Called in this process, and in those that the program spawns."""
     from keepbusy.fix.source import proof
     from keepbusy.virtual.machine import MACHINE
 
@@ -228,7 +227,7 @@ def be_candidate() -> None:
 
 
 def be_rewritten(path: str) -> None:
-    """In this process, and in those that the program spawns."""
+    """Called in this process, and in those that the program spawns."""
     rewritten_run.begin(Path(path), program.rank())
 
 
@@ -271,7 +270,7 @@ def _plainly(options: argparse.Namespace) -> str:
 
 
 def _aside(work: Callable[[], None]) -> None:
-    """In a child process: what it imports, the program does not find imported."""
+    """Work in a child process, so that the program does not find imported what the work imports."""
     flush()
     child = os.fork()
     if not child:
@@ -335,23 +334,23 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     timeline: Callable[..., Timeline] | None = None
 
     def finish() -> None:
-        if timeline is None:  # it never began, and why has been said
+        if timeline is None:  # it never began, and the reason has been reported
             return
         try:
             with suppress(OSError):
-                os.chdir(started_in)  # where the places of the program's lines count from
-            of_rank = timeline(source=options.script).change_facts(cut_short=cut_short(ending.signal))
-            whole = of_rank if options.alike else program.gathered(of_rank)
+                os.chdir(started_in)  # the program's places are relative to it
+            timeline_of_rank = timeline(source=options.script).change_facts(cut_short=cut_short(ending.signal))
+            whole = timeline_of_rank if options.alike else program.gathered(timeline_of_rank)
             if whole is not None:
                 _report(without_first_steps(whole), options, streams)
-                # it is measured, and what a CI job keeps shall be the same in every run
-                watched = streams.complains_to_terminal and not options.quiet
-                if watched and MACHINE.uncounted and (left_out := MACHINE.uncounted.sentence()):
-                    streams.complain(left_out)
+                # only on a terminal: the sentence has measured times, and the log of a CI job should not change
+                is_watched = streams.complains_to_terminal and not options.quiet
+                if is_watched and MACHINE.uncounted and (uncounted := MACHINE.uncounted.sentence()):
+                    streams.complain(uncounted)
         except Exception as error:
             streams.complain(sentence_of(error))
 
-    run_folder = RunFolder()  # before the report is registered: it goes after it
+    run_folder = RunFolder()  # created before `Ending`, so that it is removed after the report
     ending = Ending(finish, in_handler=False)
     # imported now: the exit handlers of what PyTorch imports, such as logging's, run before the report
     from keepbusy.timeline.steps import without_first_steps
@@ -364,8 +363,8 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
         device = str(Path(device).absolute())
     measured, real, clocks = options.clock == "measured", options.values == "real", options.clocks == "virtual"
     alike = options.ranks if options.alike else 1
-    asked = virtual_run.Options(device, program.devices(options.gpus), measured, real, clocks, alike)
-    timeline = virtual_run.start(asked, program.rank(), run_folder)
+    virtual_options = virtual_run.Options(device, program.devices(options.gpus), measured, real, clocks, alike)
+    timeline = virtual_run.start(virtual_options, program.rank(), run_folder)
     over = threading.Event()
     if options.values == "real" and streams.complains_to_terminal and not options.quiet:
         tell_slow_values(MACHINE.clock.first_thread, streams.complain, over)
@@ -374,35 +373,33 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     finally:
         over.set()
         MACHINE.end()
-    if code < 0:
-        ending.by(-code)
-    sys.exit(code if code >= 0 else 128 - code)
+    sys.exit(ending.exit_code(code))
 
 
 _HANDED_ON = (
     "on", "clock", "values", "clocks", "what_if", "workers", "full", "json", "live", "fix", "without", "also",
     "quiet", "memory", "against", "save", "page", "timeline",
 )  # fmt: skip
-"""Flags that each rank is given, too."""
+"""Options that each rank gets, too."""
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    """What each rank is started with: the same, without `--ranks`."""
-    given = handed_on(options, add_arguments, _HANDED_ON)
-    kind = ["-m"] if options.module else []
+    """The arguments that each rank is started with: these, without `--ranks`."""
+    own = handed_on(options, add_arguments, _HANDED_ON)
+    module = ["-m"] if options.module else []
     text = [options.text] if isinstance(options.text, str) else []
-    return [*given, *kind, options.script, *text, *options.arguments]
+    return [*own, *module, options.script, *text, *options.arguments]
 
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:
     from keepbusy.explain.kept_plan import KeptPlan
     from keepbusy.report.verdict import fixed_lines
 
-    folder = "" if options.fix else _current_folder()  # what ran with fixes is not what the sources say
+    folder = "" if options.fix else _current_folder()  # a run with fixes did not run the sources of the folder
     timeline = timeline.change_facts(command=_to_run_again(options), folder=folder)
     if options.save:
         save(timeline, None, options.save_at)
-        os.utime(options.save_at, (options.began, options.began))  # so that sources which changed later are known
+        os.utime(options.save_at, (options.began, options.began))  # sources that changed later can be recognized
     if not timeline.on_device.any() and timeline.facts.run is None:
         ended = timeline.facts.cut_short
         raise BadInput(
@@ -438,24 +435,26 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
         else:
             text = "\n".join([text, *[""] * bool(fixed), *fixed])
     if options.before is not None and not options.fix:
-        text = _held_against(options, diagnosis, text, streams)
+        text = _with_comparison(options, diagnosis, text, streams)
     streams.show("" if options.json else "\n", text, "\n")
 
 
 def _any_fix_held(rewriting: Path) -> bool:
-    """False where all that was made is graphs, and none could stand in for what it was made of."""
+    """False if only graphs were made, and none of them was ever replayed."""
     made = json.loads(rewriting.read_text(encoding="utf-8"))
     graphs = [line for text in rewritten_run.graphs_of(rewriting.parent) for line in text.splitlines()]
-    return {way for way, _ in made["written"]} != {"graph"} or any(": 0 replayed" not in line for line in graphs)
+    return {edit for edit, _ in made["written"]} != {"graph"} or any(": 0 replayed" not in line for line in graphs)
 
 
-def _held_against(options: argparse.Namespace, after: Diagnosis, report: str, streams: program.StandardStreams) -> str:
-    """The report, and below it what the run before foretold; as JSON the comparison alone."""
+def _with_comparison(
+    options: argparse.Namespace, after: Diagnosis, report: str, streams: program.StandardStreams
+) -> str:
+    """The report and the comparison with the run before; as JSON the comparison alone."""
     from keepbusy.explain.comparison import compare
 
-    done = compare(keepbusy.explain(options.before, None, (), options.workers), after)
-    told = rendered_comparison(done, options.json, streams.screen)
-    return told if options.json else f"{report}\n\n{told}"
+    before = keepbusy.explain(options.before, None, (), options.workers)
+    text = rendered_comparison(compare(before, after), options.json, streams.screen)
+    return text if options.json else f"{report}\n\n{text}"
 
 
 def _current_folder() -> str:
@@ -469,23 +468,23 @@ def _ranks() -> list[str]:
 
 
 def _to_run_again(options: argparse.Namespace) -> tuple[str, ...]:
-    """On such devices, so many ranks; nothing of a program that is in no file."""
+    """The arguments that repeat this run; none if the program is in no file."""
     device = ["--on", options.on] if options.on != "auto" else []
     script = [*(["-m"] if options.module else []), options.script, *options.arguments]
     return (*device, *_ranks(), *script) if options.text is None else ()
 
 
 def _commands(options: argparse.Namespace, diagnosis: Diagnosis, is_last: bool) -> Commands:
-    """What can be done next. `is_last`: the run was kept, and verbs take it if no file is named."""
+    """The next commands. `is_last`: the run was kept as the last run, which verbs take if no file is named."""
     from keepbusy.report.verdict import Commands
 
-    kept = [str(options.save)] if options.save else []
-    can_show = bool(kept) or is_last
+    saved = [str(options.save)] if options.save else []
+    can_show = bool(saved) or is_last
     return Commands(
         fix_now="" if options.fix else fixing("run --fix", diagnosis),
         write_fix=fixing("fix", diagnosis) if not options.fix or _any_fix_held(options.rewriting) else "",
-        page=shlex.join(["keepbusy", "show", *kept]) if can_show else "",
-        full=shlex.join(["keepbusy", "explain", *kept, "--full"])
+        page=shlex.join(["keepbusy", "show", *saved]) if can_show else "",
+        full=shlex.join(["keepbusy", "explain", *saved, "--full"])
         if can_show
         else shlex.join(["keepbusy", "run", "--full", *_ranks(), *_command(options)]),
     )

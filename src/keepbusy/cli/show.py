@@ -57,21 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Sequence[str]:
-    """Opened where somebody sits before a screen."""
-    found = expand(options.files) if options.files else [last_run.path()]
-    both = len(found) == 2 and all(one.suffix == SAVED for one in found)
-    first = found[0]
-    name = "-to-".join(one.name.split(".")[0] for one in found) if both else first.name.split(".")[0]
+    """Write the page, and open it if there is a screen."""
+    files = expand(options.files) if options.files else [last_run.path()]
+    are_two_runs = len(files) == 2 and all(file.suffix == SAVED for file in files)
+    first = files[0]
+    name = "-to-".join(file.name.split(".")[0] for file in files) if are_two_runs else first.name.split(".")[0]
     path = options.output or (first.with_name(f"{name}.html") if options.files else Path("keepbusy.html"))
     check_place(path)
-    if both:
+    if are_two_runs:
         if options.plain_step is not None:
             raise BadInput("--plain-step is the time of one run, and two were given; save each with its own.")
         from keepbusy.explain.comparison import compare
 
-        write_comparison(compare(*(_diagnosis(options, [one]) for one in found)), path, *map(str, found))
+        write_comparison(compare(*(_diagnosis(options, [file]) for file in files)), path, *map(str, files))
     else:
-        write_page(_diagnosis(options, found), path, first.name if len(options.files) == 1 else "")
+        write_page(_diagnosis(options, files), path, first.name if len(options.files) == 1 else "")
     opened = not options.no_open and _has_a_screen() and webbrowser.open(path.resolve().as_uri())
     return (f"{path}{' (opened)' if opened else ''}\n",)
 

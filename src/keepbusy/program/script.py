@@ -384,9 +384,12 @@ class Ending:
             self._patches.wrap(os, "closerange", self._close_range)
             os.register_at_fork(before=self._hold, after_in_parent=self._hold_no_more, after_in_child=self._in_child)
 
-    def by(self, number: int) -> None:
-        """Once all is done the process is to die of this signal, as Python dies of a KeyboardInterrupt."""
-        self.signal = number
+    def exit_code(self, code: int) -> int:
+        """The process's exit code. A code below 0 is a signal, of which the process dies when all is done, as Python
+        dies of a KeyboardInterrupt."""
+        if code < 0:
+            self.signal = -code
+        return code if code >= 0 else 128 - code
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:
