@@ -43,9 +43,19 @@ def test_a_plan_comes_back_as_it_was_kept() -> None:
 def test_an_iteration_is_told_of_the_loop_that_the_plan_is_about(loop: str, told: str) -> None:
     tree = Part("run", parts=(Part(LOOP, "train.py:9", time=ms(20), turns=10, turn=ms(2), low=ms(2)),))
     after = replace(STALLED, loop="train.py:3", plain_step=ms(20), run=tree)
-    made = {"written": [("graph", "train.py:4")], "left": [], "loop": loop, "step": ms(30), "usual": ms(8)}
+    made = {"written": [("graph", "train.py:4")], "left": [], "loop": loop, "step": ms(30), "usual": ms(8), "length": 0}
+    made["command"] = after.command
     rows = [row for row in fixed_lines(made, [], after) if row.startswith("an iteration")]
     assert rows == [told] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("command", "row"), [("train.py", ["the run       40.0 → 20.0 ms, 50% shorter"]), ("train.py --long", [])]
+)
+def test_the_run_is_held_against_one_of_the_same_command(command: str, row: list[str]) -> None:
+    after = replace(STALLED, loop="", command=("train.py",), run=Part("run", time=ms(20)))
+    made = {"written": [("graph", "train.py:4")], "left": [], "loop": "", "step": 0, "usual": 0, "length": ms(40)}
+    assert fixed_lines(made | {"command": command.split()}, [], after)[1:] == row
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": [1]}', '{"plan": [{"fix": "graph"}]}'])

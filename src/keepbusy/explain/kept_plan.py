@@ -21,6 +21,8 @@ class KeptPlan:
     plain_step: int
     usual: int
     """What an iteration of that loop usually takes, by the run's own clock; 0 where nobody counted."""
+    length: int
+    """Of the whole run; 0 where it is not known."""
     folder: str
     command: tuple[str, ...]
     sources: tuple[str, ...]
@@ -28,7 +30,8 @@ class KeptPlan:
     @classmethod
     def of(cls, diagnosis: Diagnosis) -> KeptPlan:
         of_run = diagnosis.folder, diagnosis.command, tuple(diagnosis.sources)
-        return cls(diagnosis.plan, diagnosis.loop, diagnosis.plain_step, diagnosis.usual_of(diagnosis.loop), *of_run)
+        usual, length = diagnosis.usual_of(diagnosis.loop), diagnosis.run.time if diagnosis.run is not None else 0
+        return cls(diagnosis.plan, diagnosis.loop, diagnosis.plain_step, usual, length, *of_run)
 
     def as_json(self) -> str:
         plan = [
@@ -44,15 +47,17 @@ class KeptPlan:
             for one in self.plan
         ]
         of_run = {"folder": self.folder, "command": self.command, "sources": self.sources}
-        return json.dumps({"plan": plan, "loop": self.loop, "step": self.plain_step, "usual": self.usual, **of_run})
+        times = {"step": self.plain_step, "usual": self.usual, "length": self.length}
+        return json.dumps({"plan": plan, "loop": self.loop, **times, **of_run})
 
     @classmethod
     def of_json(cls, text: str) -> KeptPlan:
         """Raises ValueError for what `as_json` did not give."""
         try:
             kept = json.loads(text)
+            times = kept["step"], kept["usual"], kept["length"]
             of_run = kept["folder"], tuple(kept["command"]), tuple(kept["sources"])
-            return cls(tuple(map(_planned, kept["plan"])), kept["loop"], kept["step"], kept["usual"], *of_run)
+            return cls(tuple(map(_planned, kept["plan"])), kept["loop"], *times, *of_run)
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is no plan ({error})") from None
 

@@ -62,18 +62,21 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
     rows += [f"graph         {tame(sentence)}" for sentence in (graphs[0].splitlines() if graphs else ())]
     rows += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
     rows += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
-    if made["written"] and (iteration := _iteration(made, diagnosis)):
-        before, now = iteration
-        rows.append(f"an iteration  {transition(before, now)}, {change(before, now)}")
+    if made["written"]:
+        is_comparable = diagnosis.command == tuple(made["command"])
+        of_run = made["length"], diagnosis.run.time if diagnosis.run is not None and is_comparable else 0
+        for what, (before, now) in (("an iteration", _iteration(made, diagnosis)), ("the run", of_run)):
+            if before > 0 and now > 0 and before != now:
+                rows.append(f"{what:13} {transition(before, now)}, {change(before, now)}")
     return rows
 
 
-def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int] | None:
+def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int]:
     """An iteration before and now, of the loop of the plan: with the fixes another loop may be the main loop."""
-    if made["loop"] and made["loop"] == diagnosis.loop:
-        return made["step"], diagnosis.plain_step
-    now = diagnosis.usual_of(made["loop"])
-    return (made["usual"], now) if made["usual"] > 0 and now > 0 else None
+    usual = diagnosis.usual_of(made["loop"])
+    if made["usual"] > 0 and usual > 0:
+        return made["usual"], usual
+    return (made["step"], diagnosis.plain_step) if made["loop"] and made["loop"] == diagnosis.loop else (0, 0)
 
 
 def render_fixed(

@@ -35,6 +35,10 @@ class Rewriting:
     usual: int = 0
     """The same by the run's own clock, as the run with fixes is timed; 0 where nobody counted."""
     loop: str = ""
+    length: int = 0
+    """Of the whole recorded run; 0 where it is not known."""
+    command: tuple[str, ...] = ()
+    """Of that run."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -50,7 +54,8 @@ def check_names(without: Sequence[str], also: Sequence[str]) -> None:
 def rewriting_of(kept: KeptPlan, without: Sequence[str] = (), also: Sequence[str] = ()) -> Rewriting:
     """The fixes of the plan in its order, each on top of those before it. One whose results may differ is made only
     where it is named in `also`; a graph, which checks itself as it runs, always."""
-    made, held = Rewriting(step=kept.plain_step, usual=kept.usual, loop=kept.loop), dict[str, str]()
+    made, held = Rewriting(loop=kept.loop, length=kept.length, command=kept.command), dict[str, str]()
+    made.step, made.usual = kept.plain_step, kept.usual
     loops = kept.loop, *(one.loop for one in kept.plan if one.loop)
     for planned in kept.plan:
         if planned.first:
