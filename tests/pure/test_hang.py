@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from keepbusy import cli
 from keepbusy.hang import flight_recorder
 from keepbusy.hang.flight_recorder import is_dump, plain_value, read_dumps
-from keepbusy.hang.waiting_ranks import HangVerdict, as_json, explain_hang, told
+from keepbusy.hang.waiting_ranks import HangVerdict, as_json, explain_hang, hang_report
 from keepbusy.timeline.files import BadInput
 
 # Dumps as NCCL's recorder writes them (tests/torch/test_flight_recorder.py makes real ones, of gloo)
@@ -60,7 +60,7 @@ def verdict(folder: Path, *ranks: list[dict[str, Any]] | None) -> HangVerdict:
 
 
 def text(found: HangVerdict) -> str:
-    return "".join(told(found))
+    return "".join(hang_report(found))
 
 
 DONE = [entry("all_reduce", 1), entry("_broadcast_oop", 2)]

@@ -13,7 +13,7 @@ import pytest
 from warm_python import warm
 
 from keepbusy.hang.flight_recorder import read_dumps
-from keepbusy.hang.waiting_ranks import HangVerdict, explain_hang, told
+from keepbusy.hang.waiting_ranks import HangVerdict, explain_hang, hang_report
 
 DUMPS = Path(__file__).parent / "flight_dumps.py"
 
@@ -50,7 +50,7 @@ def test_who_never_came_with_the_line_of_those_who_wait(folder: Path) -> None:
     assert (stuck.number, stuck.kind, stuck.culprits, stuck.waiting) == (5, "all_reduce", [2], [0, 1, 3])
     line = line_of("if rank != 2:") + 1
     assert {call.site and call.site[1:] for call in stuck.calls.values()} == {(line, "never_comes")}
-    said = "".join(told(found))
+    said = "".join(hang_report(found))
     assert "Rank 2 never came to all_reduce, call 5 of data; ranks 0, 1 and 3 wait there." in said
     after = f"flight_dumps.py:{line_of('dist.broadcast(DATA, 0, group=group)')} in healthy"
     assert f"look    what rank 2 does after {after}" in said
@@ -66,22 +66,25 @@ def test_without_a_ranks_dump_the_others_still_say_whom_they_miss(folder: Path, 
 
 
 def test_calls_that_differ(folder: Path) -> None:
-    said = "".join(told(verdict(folder / "another_kind")))
+    said = "".join(hang_report(verdict(folder / "another_kind")))
     assert "broadcast 1024 Float on rank 1 and all_reduce 1024 Float on ranks 0, 2 and 3." in said
-    said = "".join(told(verdict(folder / "another_size")))
+    said = "".join(hang_report(verdict(folder / "another_size")))
     assert "all_reduce 512 Float on rank 2 and all_reduce 1024 Float on ranks 0 and 1." in said
 
 
 def test_a_rank_that_waits_elsewhere_is_not_the_one_to_look_at(folder: Path) -> None:
     found = verdict(folder / "behind_another")
-    assert [(one.title, one.culprits, one.held) for one in found.stuck] == [("pair", [1], ()), ("data", [1], (3,))]
+    assert [(one.title, one.culprits, one.waiting_elsewhere) for one in found.stuck] == [
+        ("pair", [1], ()),
+        ("data", [1], (3,)),
+    ]
 
 
 def test_ranks_that_wait_for_each_other(folder: Path) -> None:
     found = verdict(folder / "in_a_circle")
     assert found.circle
     assert [one.culprits for one in found.stuck] == [[], []]
-    assert "in a circle: none of them can go on" in "".join(told(found))
+    assert "in a circle: none of them can go on" in "".join(hang_report(found))
 
 
 @pytest.mark.parametrize(

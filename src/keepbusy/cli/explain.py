@@ -108,14 +108,14 @@ def run(options: argparse.Namespace) -> Sequence[str]:
 def _hang(options: argparse.Namespace, dumps: Sequence[Path], others: int) -> Sequence[str]:
     """Explain a job that hangs from the flight recorder's dumps, which hold no timeline."""
     from keepbusy.hang.flight_recorder import read_dumps
-    from keepbusy.hang.waiting_ranks import as_json, explain_hang, told
+    from keepbusy.hang.waiting_ranks import as_json, explain_hang, hang_report
 
     if others:
         raise BadInput(f"{dumps[0]} is a flight recorder's dump, and {others} of the other files are none.")
     if options.save or options.what_if or options.plain_step is not None or options.timeline or options.hours:
         raise BadInput(f"{dumps[0]} is a flight recorder's dump: who waits for whom, without times; only --json goes.")
     verdict = explain_hang(read_dumps(dumps))
-    return (json.dumps(as_json(verdict), indent=2), "\n") if options.json else list(told(verdict))
+    return (json.dumps(as_json(verdict), indent=2), "\n") if options.json else list(hang_report(verdict))
 
 
 def _commands(options: argparse.Namespace, diagnosis: Diagnosis) -> Commands:

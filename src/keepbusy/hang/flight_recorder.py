@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, TypeAlias
 from keepbusy.timeline.files import BadInput, opened
 from keepbusy.timeline.frame_roles import Owner, owner_of_file
 
-# What ranks wrote down of their collectives before the job hung: which they began, from which line, which ended
+# What ranks recorded of their collectives before the job hung: which they began, from which line, which ended
 
 
 class CallSite(NamedTuple):
-    """The user's line."""
+    """The user's line that called a collective."""
 
     file: str
     line: int
@@ -33,7 +33,7 @@ class CallSite(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What one call takes and gives; several calls that are launched together are one collective."""
+    """What one operation of a call takes and gives. Operations that are launched together are one call."""
 
     kind: str
     inputs: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCall:
-    """One rank's part."""
+    """One rank's part in a collective."""
 
     group: str
     number: int  # the group's n-th; messages are counted apart
@@ -59,7 +59,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class CollectiveLog:
-    """Of one rank, in the order in which it called them; the oldest may be gone."""
+    """The calls of one rank, in the order in which it made them. The oldest may be missing."""
 
     rank: int
     calls: Sequence[CollectiveCall]
@@ -72,10 +72,10 @@ class CollectiveLog:
 _LARGEST = 20 << 20
 """Bytes. Two thousand calls, as many as PyTorch keeps, with their frames are two megabytes."""
 _MOST_INSTRUCTIONS = 8 << 20
-"""Of a pickle. Two thousand calls take a million."""
+"""Of one pickle. Two thousand calls take a million."""
 _LARGEST_DUMP, _DICT, _VALUE, _LETTERS = 64 << 20, 64, 16, 8
-"""What a dump may hold, in units of the time that it takes here: what a dict counts, another value, and letters for one
-unit. Two thousand calls with their frames are ten million."""
+"""The largest dump, in units of the time that it takes to read: a dict counts 64, another value 16, and eight letters
+count one more. Two thousand calls with their frames are ten million."""
 _PICKLE = pickle.PROTO
 _JSON = re.compile(rb'\s*\{\s*"(comm_lib_version|entries|nccl_comm_state|nccl_version|pg_config|pg_status)"')
 _RANK = re.compile(r"(\d+)(\.\w+)*$")
@@ -94,21 +94,21 @@ def is_dump(path: Path) -> bool:
 
 
 def read_dumps(paths: Sequence[Path]) -> list[CollectiveLog]:
-    """One of each rank, in order. What many calls have in common is kept once: a thousand ranks make two million."""
+    """One log per rank, in order of rank. Equal values are shared: a thousand ranks make two million calls."""
     logs: dict[int, CollectiveLog] = {}
     names: dict[int, Path] = {}
-    known: dict[Any, Any] = {}
+    shared: dict[Any, Any] = {}
     for path in paths:
-        one = _read(path, known)
-        if one.rank in logs:
-            raise BadInput(f"{path} and {names[one.rank]} are both of rank {one.rank}; give the dumps of one job.")
-        logs[one.rank], names[one.rank] = one, path
+        log = _read(path, shared)
+        if log.rank in logs:
+            raise BadInput(f"{path} and {names[log.rank]} are both of rank {log.rank}; give the dumps of one job.")
+        logs[log.rank], names[log.rank] = log, path
     return [logs[rank] for rank in sorted(logs)]
 
 
-def _read(path: Path, known: dict[Any, Any]) -> CollectiveLog:
-    found = _RANK.search(path.name)
-    if not found:
+def _read(path: Path, shared: dict[Any, Any]) -> CollectiveLog:
+    rank_in_name = _RANK.search(path.name)
+    if not rank_in_name:
         raise BadInput(f"{path} does not say whose it is; its name must end in the rank, as in nccl_trace_rank_0.")
     with opened(path, "a dump of PyTorch's flight recorder") as file:
         data = file.read(_LARGEST + 1)
@@ -118,61 +118,61 @@ def _read(path: Path, known: dict[Any, Any]) -> CollectiveLog:
         dump = plain_value(data) if data.startswith(_PICKLE) else json.loads(data)
         if _size(dump, {}) > _LARGEST_DUMP:
             raise ValueError("it holds more than any job writes")
-        return _log(int(found[1]), dump, known)
+        return _log(int(rank_in_name[1]), dump, shared)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is no dump of PyTorch's flight recorder ({str(error)[:120]}).") from None
 
 
-def _size(value: Any, known: dict[int, int]) -> int:
-    """By the time that it takes to read. A pickle can hold one list a million times; or in itself, which recurs."""
+def _size(value: Any, sizes: dict[int, int]) -> int:
+    """The time that a value takes to read. A pickle can hold one list a million times, or a list that holds itself."""
     if isinstance(value, str):
         return _VALUE + len(value) // _LETTERS
     if not isinstance(value, dict | list | tuple):
         return _VALUE
-    if id(value) not in known:
-        own, held = (_DICT, value.values()) if isinstance(value, dict) else (_VALUE, value)
-        known[id(value)] = own + sum(_size(one, known) for one in held)
-    return known[id(value)]
+    if id(value) not in sizes:
+        own, parts = (_DICT, value.values()) if isinstance(value, dict) else (_VALUE, value)
+        sizes[id(value)] = own + sum(_size(part, sizes) for part in parts)
+    return sizes[id(value)]
 
 
-def _log(rank: int, dump: Any, known: dict[Any, Any]) -> CollectiveLog:
+def _log(rank: int, dump: Any, shared: dict[Any, Any]) -> CollectiveLog:
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list):
         raise ValueError("it has no entries")
-    entries = [one for one in dump.get("entries", []) if isinstance(one, dict)]
+    entries = [entry for entry in dump.get("entries", []) if isinstance(entry, dict)]
     titles: dict[str, str] = {}
-    calls = list(_calls(entries, titles, known))
+    calls = list(_calls(entries, titles, shared))
     return CollectiveLog(rank, calls, dict(_groups(dump.get("pg_config"))), titles)
 
 
 def _groups(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Ranks stand there as a list in a string: `[0, 1]`."""
+    """Each group with its ranks, which the dump holds as a list in a string: `[0, 1]`."""
     for name, group in config.items() if isinstance(config, dict) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
-        members = tuple(int(one) for one in re.findall(r"\d{1,9}", _text(ranks)))
+        members = tuple(int(number) for number in re.findall(r"\d{1,9}", _text(ranks)))
         if members:
             yield _text(name), members
 
 
-def _calls(entries: Sequence[_Entry], titles: dict[str, str], known: dict[Any, Any]) -> Iterator[CollectiveCall]:
-    """What is launched together has one number, and is one call."""
+def _calls(entries: Sequence[_Entry], titles: dict[str, str], shared: dict[Any, Any]) -> Iterator[CollectiveCall]:
+    """Entries that were launched together have one number, and are one call."""
     for (group, is_message, number), together in groupby(entries, _number):
-        several = list(together)
-        last, names = several[-1], [_text(one.get("profiling_name")) for one in several]
-        parts = [one for one, name in zip(several, names, strict=True) if not name.endswith(_COALESCED)] or [last]
+        launched = list(together)
+        last, names = launched[-1], [_text(entry.get("profiling_name")) for entry in launched]
+        parts = [entry for entry, name in zip(launched, names, strict=True) if not name.endswith(_COALESCED)] or [last]
         operands = tuple(map(_operand, parts))
-        site = next(filter(None, (_site(one.get("frames")) for one in several)), None)
+        site = next(filter(None, (_site(entry.get("frames")) for entry in launched)), None)
         ended = last.get("state") == "completed" or (names[-1].startswith("gloo:") and last.get("retired") is True)
         titles[group] = _text(last["process_group"][-1])
         yield CollectiveCall(
-            known.setdefault(group, group),
+            shared.setdefault(group, group),
             number,
-            known.setdefault(operands, operands),
+            shared.setdefault(operands, operands),
             is_message,
             ended,
             started=last.get("state") == "started",
             timed_out=last.get("retired") is True and not ended,
-            begun=_whole(last, "time_created_ns"),
-            site=known.setdefault(site, site),
+            begun=_integer(last, "time_created_ns"),
+            site=shared.setdefault(site, site),
         )
 
 
@@ -181,10 +181,10 @@ def _number(entry: _Entry) -> tuple[str, bool, int]:
     if not isinstance(group, list | tuple) or not group:
         raise ValueError("an entry has no process group")
     is_message = entry.get("is_p2p") is True
-    return _text(group[0]), is_message, _whole(entry, "p2p_seq_id" if is_message else "collective_seq_id")
+    return _text(group[0]), is_message, _integer(entry, "p2p_seq_id" if is_message else "collective_seq_id")
 
 
-def _whole(entry: _Entry, name: str) -> int:
+def _integer(entry: _Entry, name: str) -> int:
     value = entry.get(name, 0)
     if not isinstance(value, int):
         raise ValueError(f"{name} is {type(value).__name__}")
@@ -197,15 +197,15 @@ def _operand(entry: _Entry) -> Operand:
     message = _MESSAGE.match(name)
     ends = None
     if message:
-        one, other = int(message[2]), int(message[4])
-        ends, name = ((one, other) if message[3] == "->" else (other, one)), message[1]
-    dtypes = {_text(one) for side in ("input", "output") for one in _listed(entry.get(f"{side}_dtypes"))}
+        own, peer = int(message[2]), int(message[4])
+        ends, name = ((own, peer) if message[3] == "->" else (peer, own)), message[1]
+    dtypes = {_text(dtype) for side in ("input", "output") for dtype in _listed(entry.get(f"{side}_dtypes"))}
     inputs, outputs = (_shapes(entry.get(f"{side}_sizes")) for side in ("input", "output"))
     return Operand(name.removeprefix("_"), inputs, outputs, tuple(sorted(dtypes)), ends)
 
 
 def _text(value: Any) -> str:
-    """Never of a list: a small file can hold one whose text has no end."""
+    """Empty for a list: a small file can hold one whose text has no end."""
     return str(value) if isinstance(value, str | int) else ""
 
 
@@ -218,16 +218,16 @@ def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _site(frames: Any) -> CallSite | None:
-    """The innermost frame that is the user's, or else the outermost."""
-    known = [
-        CallSite(one["filename"], one["line"], _text(one.get("name")))
-        for one in _listed(frames)[:_DEEPEST_FRAME]
-        if isinstance(one, dict) and isinstance(one.get("filename"), str) and isinstance(one.get("line"), int)
+    """The user's innermost frame, or else the outermost of all."""
+    sites = [
+        CallSite(frame["filename"], frame["line"], _text(frame.get("name")))
+        for frame in _listed(frames)[:_DEEPEST_FRAME]
+        if isinstance(frame, dict) and isinstance(frame.get("filename"), str) and isinstance(frame.get("line"), int)
     ]
-    return next((one for one in known if owner_of_file(one.file) == Owner.USER), known[-1] if known else None)
+    return next((site for site in sites if owner_of_file(site.file) == Owner.USER), sites[-1] if sites else None)
 
 
-# Pickles of lists, dicts, strings and numbers. Python's own reader runs what a pickle names
+# Pickles of lists, dicts, strings and numbers. Python's own reader would run whatever a pickle names
 
 _BUILDS_PLAIN_VALUES = b"".join(
     (
@@ -242,27 +242,27 @@ _BUILDS_PLAIN_VALUES = b"".join(
 
 
 class _Instructions(dict[int, Any]):
-    """Those that are needed, until there have been too many."""
+    """The instructions that build plain values, until there have been too many."""
 
     def __init__(self) -> None:
-        super().__init__((one, pickle._Unpickler.dispatch[one]) for one in _BUILDS_PLAIN_VALUES)
-        self._left = _MOST_INSTRUCTIONS
+        super().__init__((code, pickle._Unpickler.dispatch[code]) for code in _BUILDS_PLAIN_VALUES)
+        self._remaining = _MOST_INSTRUCTIONS
 
-    def __getitem__(self, one: int) -> Any:
-        self._left -= 1
-        if not self._left:
+    def __getitem__(self, code: int) -> Any:
+        self._remaining -= 1
+        if not self._remaining:
             raise ValueError(f"it has more than {_MOST_INSTRUCTIONS:,} instructions")
-        return super().__getitem__(one)
+        return super().__getitem__(code)
 
 
-class _PlainUnpickler(pickle._Unpickler):  # the one in Python: that in C can be given no other instructions
+class _PlainUnpickler(pickle._Unpickler):  # Python's own in Python, since the one in C has fixed instructions
     @property
-    def dispatch(self) -> Mapping[int, Any]:  # type: ignore[override]  # Python asks for it once a pickle
+    def dispatch(self) -> Mapping[int, Any]:  # type: ignore[override]  # read once per pickle
         return _Instructions()
 
 
 def plain_value(data: bytes) -> Any:
-    """What a pickle holds; ValueError where it takes an instruction that does not build plain values."""
+    """The value in a pickle. ValueError if it uses an instruction that does not build plain values."""
     try:
         return _PlainUnpickler(BytesIO(data)).load()
     except KeyError as error:

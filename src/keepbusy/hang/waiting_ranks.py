@@ -1,8 +1,8 @@
-"""Who waits in which collective, and who keeps them waiting: found, and told in sentences and as JSON.
+"""Who waits in which collective, and who keeps them waiting: in sentences and as JSON.
 
-Each group's calls are numbered, so ranks that were in the same call can be told from those that never came. The first
-call of a group that is not well is the one that counts: what comes after it waits for it. A rank that never came may
-itself wait in a call of another group; the rank to look at is the one that waits for nobody.
+Each group's calls are numbered, which tells the ranks in a call from those that never came. Only the first stuck call
+of a group counts: later ones wait for it. A rank that never came may itself wait in a call of another group, so the
+rank to look at is the one that waits for nobody.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keepbusy.report.words import tame
 from keepbusy.timeline.figures import listing
 
 _UNEVEN = ("all_to_all", "all_to_all_single", "all_to_all_v_single", "alltoall", "alltoall_base")
-"""Of these each rank may give and take other sizes."""
+"""In these each rank may send and receive other sizes."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StuckCall:
     absent: Mapping[int, CollectiveCall | None]  # those that did not, with their last call of this group
     unknown: tuple[int, ...]  # members of which there is no dump
     differ: bool  # in kind or size
-    held: tuple[int, ...] = ()  # of the absent, those that wait in a call of another group
+    waiting_elsewhere: tuple[int, ...] = ()  # absent ranks that wait in a call of another group
 
     @property
     def waiting(self) -> list[int]:
@@ -42,31 +42,31 @@ class StuckCall:
     @property
     def culprits(self) -> list[int]:
         """Absent ranks that wait for nobody."""
-        return [rank for rank in self.absent if rank not in self.held]
+        return [rank for rank in self.absent if rank not in self.waiting_elsewhere]
 
     @property
     def kind(self) -> str:
-        """As most ranks call it."""
+        """The operation that most ranks called."""
         return Counter(call.operands[0].kind for call in self.calls.values()).most_common(1)[0][0]
 
     @property
     def reason(self) -> int:
-        """What differs can never end; who never came is next; then who is unknown, and what has no visible cause. What
-        waits for another call comes last."""
+        """The first that applies, most certain first: ranks disagree, ranks never came, ranks are unknown, no visible
+        cause, and last that absent ranks wait in another call."""
         return (self.differ, bool(self.culprits), bool(self.unknown), not self.absent, True).index(True)
 
 
-_HELD = 4
-"""The reason of what waits for another call."""
+_WAITS_ELSEWHERE = 4
+"""The last reason: absent ranks wait in another call."""
 
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Of all dumps; what everything else waits for comes first."""
+    """What all dumps together say."""
 
     ranks: tuple[int, ...]
-    unknown: tuple[int, ...]  # ranks that groups name and nobody has a dump of
-    stuck: tuple[StuckCall, ...]
+    unknown: tuple[int, ...]  # members of groups without a dump
+    stuck: tuple[StuckCall, ...]  # what everything else waits for comes first
     newest: Mapping[int, CollectiveCall]  # the last call of each rank, in whatever group
     has_lines: bool
     circle: bool  # ranks wait for each other in different groups
@@ -76,25 +76,25 @@ def explain_hang(logs: Sequence[CollectiveLog]) -> HangVerdict:
     job = _Job(logs)
     named = {rank for log in logs for members in log.groups.values() for rank in members}
     stuck = [*job.collectives(), *job.messages()]
-    waiting = {rank for one in stuck for rank in one.waiting}
-    told = [replace(one, held=tuple(rank for rank in one.absent if rank in waiting)) for one in stuck]
+    waiting = {rank for call in stuck for rank in call.waiting}
+    stuck = [replace(call, waiting_elsewhere=tuple(rank for rank in call.absent if rank in waiting)) for call in stuck]
     return HangVerdict(
         tuple(job.logs),
         tuple(sorted(named - set(job.logs))),
-        tuple(sorted(told, key=_order)),
+        tuple(sorted(stuck, key=_order)),
         {log.rank: log.calls[-1] for log in logs if log.calls},
         any(call.site for log in logs for call in log.calls),
-        bool(told) and all(one.reason == _HELD for one in told),
+        bool(stuck) and all(call.reason == _WAITS_ELSEWHERE for call in stuck),
     )
 
 
-def _order(one: StuckCall) -> tuple[int, bool, int]:
-    """Of calls with the same reason first what holds a rank back from another."""
-    return one.reason, bool(one.held), min((call.begun for call in one.calls.values()), default=0)
+def _order(stuck: StuckCall) -> tuple[int, bool, int]:
+    """By reason; for the same reason first the calls that keep no rank from another call, then by time."""
+    return stuck.reason, bool(stuck.waiting_elsewhere), min((call.begun for call in stuck.calls.values()), default=0)
 
 
 class _Job:
-    """All ranks' calls, by group and number."""
+    """The calls of all ranks, by group and number."""
 
     def __init__(self, logs: Sequence[CollectiveLog]) -> None:
         self.logs = {log.rank: log for log in logs}
@@ -102,22 +102,22 @@ class _Job:
 
     @cached_property
     def groups(self) -> dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]]:
-        """Of each group its members' calls by number. Groups of other ranks may bear the same name."""
-        found: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]] = {}
+        """The calls of each group, by rank and number. Two groups of different ranks may have the same name."""
+        groups: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, CollectiveCall]]] = {}
         for rank, log in self.logs.items():
             of_rank: dict[str, dict[int, CollectiveCall]] = {}
             for call in log.calls:
                 if not call.is_message:
                     of_rank.setdefault(call.group, {})[call.number] = call
             for group, calls in of_rank.items():
-                found.setdefault((group, log.groups.get(group, ())), {})[rank] = calls
-        return found
+                groups.setdefault((group, log.groups.get(group, ())), {})[rank] = calls
+        return groups
 
     def _title(self, group: str) -> str:
         return next((log.titles[group] for log in self.logs.values() if group in log.titles), "")
 
     def _members(self, group: str, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the dump does not say: all ranks that may be of the first group, else those that called it."""
+        """If the dump does not say, all ranks for the default group, else the ranks that called the group."""
         if members:
             return members
         return tuple(sorted(self.logs if self._title(group) == "default_pg" else self.groups[group, members]))
@@ -125,29 +125,29 @@ class _Job:
     def collectives(self) -> Iterator[StuckCall]:
         for (group, members), calls in self.groups.items():
             everyone = dict.fromkeys(self._members(group, members))
-            begin = max(min(numbers) for numbers in calls.values())  # before it some have forgotten theirs
-            numbers = sorted({number for one in calls.values() for number in one if number >= begin})
+            begin = max(min(numbers) for numbers in calls.values())  # earlier calls are missing on some ranks
+            numbers = sorted({number for of_rank in calls.values() for number in of_rank if number >= begin})
             stuck = (self._stuck(group, number, everyone, calls) for number in numbers)
             yield from islice(filter(None, stuck), 1)
 
     def _stuck(
         self, group: str, number: int, members: Mapping[int, None], calls: Mapping[int, Mapping[int, CollectiveCall]]
     ) -> StuckCall | None:
-        """None where all is well: all came, all ended, or it ended for those who are there."""
-        came = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers and rank in members}
-        pending = not all(call.ended for call in came.values())
-        differ = len({tuple(one.kind for one in call.operands) for call in came.values()}) > 1
-        if pending and not differ:  # where somebody still waits, sizes and types must be the same, too
-            differ = len({_must_agree(call) for call in came.values()}) > 1
+        """None if the call is well: it ended on all ranks that recorded it, and they agree."""
+        present = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers and rank in members}
+        pending = not all(call.ended for call in present.values())
+        differ = len({tuple(operand.kind for operand in call.operands) for call in present.values()}) > 1
+        if pending and not differ:  # while a rank still waits, sizes and types must agree, too
+            differ = len({_must_agree(call) for call in present.values()}) > 1
         if not pending and not differ:
             return None
-        known = self.logs
-        absent = {rank: _last(calls.get(rank, {}), number) for rank in members if rank in known and rank not in came}
-        unknown = tuple(rank for rank in members if rank not in known)
-        return StuckCall(group, self._title(group), number, came, absent, unknown, differ)
+        unknown = tuple(rank for rank in members if rank not in self.logs)
+        missing = [rank for rank in members if rank in self.logs and rank not in present]
+        absent = {rank: _last(calls.get(rank, {}), number) for rank in missing}
+        return StuckCall(group, self._title(group), number, present, absent, unknown, differ)
 
     def messages(self) -> Iterator[StuckCall]:
-        """Sends and receives that did not end, of each rank the first."""
+        """The first send or receive of each rank that did not end."""
         for rank, log in self.logs.items():
             pending = next((call for call in log.calls if call.is_message and not call.ended), None)
             if pending is not None:
@@ -157,22 +157,22 @@ class _Job:
                 yield from islice(filter(None, stuck), 1)
 
     def _message(self, rank: int, call: CollectiveCall, part: Operand, members: Sequence[int]) -> StuckCall | None:
-        """None where the other end is there and takes as much: then the network is at it, or another message."""
+        """None if the other end takes part with the same size: then this waits for the network or another message."""
         sender, receiver = part.ends or (0, 0)
-        place = receiver if part.kind == "send" else sender
-        peer = members[place] if place < len(members) else place  # ends are told as places among the members
+        index = receiver if part.kind == "send" else sender
+        peer = members[index] if index < len(members) else index  # ends count the members of the group
         if peer not in self.logs:
             return self._stuck_message({rank: call}, part, {}, (peer,))
-        mine, its = self._messages(rank, call.group), self._messages(peer, call.group)
-        other, end = its.pending.get(_other_end(part), (None, part))
+        messages, peer_messages = self._messages(rank, call.group), self._messages(peer, call.group)
+        other, end = peer_messages.pending.get(_other_end(part), (None, part))
         if other is not None:
-            both = {rank: call, peer: other}
+            calls = {rank: call, peer: other}
             differ = part.kind == "send" and _size(part) != _size(end)
-            return self._stuck_message(both, part, {}, (), differ) if differ else None
-        begins_known = all(min((one.number for one in side.calls), default=2) <= 1 for side in (mine, its))
-        if begins_known and its.counts[_other_end(part)] >= mine.counts[part.ends, part.kind]:
-            return None  # it has arrived: what this call waits for is another part of it
-        return self._stuck_message({rank: call}, part, {peer: its.calls[-1] if its.calls else None})
+            return self._stuck_message(calls, part, {}) if differ else None
+        complete = all(min((each.number for each in side.calls), default=2) <= 1 for side in (messages, peer_messages))
+        if complete and peer_messages.counts[_other_end(part)] >= messages.counts[part.ends, part.kind]:
+            return None  # it has arrived, so this call waits for another of its parts
+        return self._stuck_message({rank: call}, part, {peer: peer_messages.calls[-1] if peer_messages.calls else None})
 
     def _stuck_message(
         self,
@@ -180,31 +180,30 @@ class _Job:
         part: Operand,
         absent: Mapping[int, CollectiveCall | None],
         unknown: tuple[int, ...] = (),
-        differ: bool = False,
     ) -> StuckCall:
-        """Of the first of these calls, in which this part is the one that waits."""
+        """The first of these calls is stuck, and waits in `part`. A second one disagrees with it."""
         rank, call = next(iter(calls.items()))
-        calls[rank] = replace(call, operands=(part, *(one for one in call.operands if one is not part)))
-        return StuckCall(call.group, self._title(call.group), call.number, calls, absent, unknown, differ)
+        calls[rank] = replace(call, operands=(part, *(operand for operand in call.operands if operand is not part)))
+        return StuckCall(call.group, self._title(call.group), call.number, calls, absent, unknown, len(calls) > 1)
 
 
 _MessageEnd: TypeAlias = tuple[tuple[int, int] | None, str]
-"""From and to, and which of them it is: `send` or `recv`."""
+"""The two ranks of a message, and which end this is: `send` or `recv`."""
 
 
 class _Messages:
-    """Those of one rank in one group."""
+    """The messages of one rank in one group."""
 
     def __init__(self, log: CollectiveLog, group: str) -> None:
         self.calls = [call for call in log.calls if call.is_message and call.group == group]
-        self.counts: Counter[_MessageEnd] = Counter(
-            (one.ends, one.kind) for call in self.calls for one in call.operands
-        )
+        self.counts = Counter[_MessageEnd]()
         self.pending: dict[_MessageEnd, tuple[CollectiveCall, Operand]] = {}
-        """Of each end the first that has not ended."""
+        """The first message of each end that has not ended."""
         for call in self.calls:
-            for one in call.operands if not call.ended else ():
-                self.pending.setdefault((one.ends, one.kind), (call, one))
+            for operand in call.operands:
+                self.counts[operand.ends, operand.kind] += 1
+                if not call.ended:
+                    self.pending.setdefault((operand.ends, operand.kind), (call, operand))
 
 
 def _other_end(part: Operand) -> _MessageEnd:
@@ -221,97 +220,98 @@ def _last(calls: Mapping[int, CollectiveCall], before: int) -> CollectiveCall | 
 
 
 def _must_agree(call: CollectiveCall) -> tuple[object, ...]:
-    """What must be the same on all ranks, of each operand."""
+    """What must be the same on all ranks, for each operand."""
     agreed = list[tuple[object, ...]]()
-    for one in call.operands:
-        if one.kind in _UNEVEN or one.kind.endswith("_v"):
-            agreed.append((one.kind, one.dtypes))
+    for operand in call.operands:
+        if operand.kind in _UNEVEN or operand.kind.endswith("_v"):
+            agreed.append((operand.kind, operand.dtypes))
             continue
-        inputs = one.inputs if one.kind != "scatter" else ()
-        outputs = one.outputs if one.kind != "gather" else ()
-        dtypes = one.dtypes if one.kind not in ("scatter", "gather", "broadcast") else ()
-        agreed.append((one.kind, inputs, outputs, dtypes))
+        inputs = operand.inputs if operand.kind != "scatter" else ()
+        outputs = operand.outputs if operand.kind != "gather" else ()
+        dtypes = operand.dtypes if operand.kind not in ("scatter", "gather", "broadcast") else ()
+        agreed.append((operand.kind, inputs, outputs, dtypes))
     return tuple(agreed)
 
 
 # The verdict in sentences
 
 _NAMED = 8
-"""Ranks that are named one by one before runs of them are folded."""
+"""So many ranks are named one by one; runs of more are folded."""
 
 
-def told(verdict: HangVerdict) -> Iterator[str]:
+def hang_report(verdict: HangVerdict) -> Iterator[str]:
     ranks = len(verdict.ranks)
     yield f"keepbusy explain · what {ranks} {'rank' if ranks == 1 else 'ranks'} wrote down of their collectives\n\n"
     if not verdict.stuck:
         yield "Nothing hangs in these dumps: every call that a rank began has ended on it.\n"
     if verdict.circle:
         yield "Ranks wait for each other in calls of different groups, in a circle: none of them can go on.\n\n"
-    for number, one in enumerate(verdict.stuck):
+    for number, stuck in enumerate(verdict.stuck):
         if number == 1:
             yield "\nWaiting besides, for the same or another reason:\n\n"
-        yield f"{_sentence(one)}\n\n"
-        yield from _table(one)
+        yield f"{_sentence(stuck)}\n\n"
+        yield from _table(stuck)
         if number == 0:
-            yield f"\nlook    {_remedy(one, verdict)}\n"
+            yield f"\nlook    {_remedy(stuck, verdict)}\n"
     if verdict.unknown:
         yield f"note    There is no dump of {_ranks(verdict.unknown)}.\n"
     if verdict.stuck and not verdict.has_lines:
         yield "note    These dumps hold no lines: JSON never does; the pickle does unless stacks were left out.\n"
 
 
-def _sentence(one: StuckCall) -> str:
-    where = f"{one.kind}, {'message' if _is_message(one) else 'call'} {one.number} of {_group(one)}"
-    waiting = f"{_ranks(one.waiting)} {'waits' if len(one.waiting) == 1 else 'wait'}"
-    if one.differ:
-        sides = sorted(_alike(one.calls), key=lambda side: len(side[0]))  # the odd ones are probably the fewest
-        told = listing([f"{_operands(call)} on {_ranks(ranks)}" for ranks, call in sides])
-        return f"Ranks disagree in {where.partition(', ')[2]}: {told}."
-    if one.culprits and _is_message(one):
-        does = "sent" if one.kind == "recv" else "received"
-        return f"{_capital(_ranks(one.culprits))} never {does} message {one.number} of {_group(one)}; {waiting} for it."
-    if one.culprits:
-        return f"{_capital(_ranks(one.culprits))} never came to {where}; {waiting} there."
-    if one.unknown:
-        return f"{_capital(waiting)} in {where}; of {_ranks(one.unknown)} nobody knows."
-    if one.held:
-        elsewhere = "waits in another call itself" if len(one.held) == 1 else "wait in other calls themselves"
-        return f"{_capital(waiting)} in {where}, for {_ranks(one.held)}, which {elsewhere}."
-    if len(one.calls) == 1:
+def _sentence(stuck: StuckCall) -> str:
+    numbered = f"{'message' if _is_message(stuck) else 'call'} {stuck.number} of {_group(stuck)}"
+    where = f"{stuck.kind}, {numbered}"
+    waiting = f"{_ranks(stuck.waiting)} {'waits' if len(stuck.waiting) == 1 else 'wait'}"
+    if stuck.differ:
+        sides = sorted(_alike(stuck.calls), key=lambda side: len(side[0]))  # the odd ones are probably the fewest
+        parts = listing([f"{_operands(call)} on {_ranks(ranks)}" for ranks, call in sides])
+        return f"Ranks disagree in {numbered}: {parts}."
+    if stuck.culprits and _is_message(stuck):
+        does = "sent" if stuck.kind == "recv" else "received"
+        return f"{_capital(_ranks(stuck.culprits))} never {does} {numbered}; {waiting} for it."
+    if stuck.culprits:
+        return f"{_capital(_ranks(stuck.culprits))} never came to {where}; {waiting} there."
+    if stuck.unknown:
+        return f"{_capital(waiting)} in {where}; of {_ranks(stuck.unknown)} nobody knows."
+    if stuck.waiting_elsewhere:
+        does = "waits in another call itself" if len(stuck.waiting_elsewhere) == 1 else "wait in other calls themselves"
+        return f"{_capital(waiting)} in {where}, for {_ranks(stuck.waiting_elsewhere)}, which {does}."
+    if len(stuck.calls) == 1:
         return f"{_capital(waiting)} in {where}, where no other rank is to come."
-    return f"All {len(one.calls)} ranks are in {where}, alike, and it has not ended on {_ranks(one.waiting)}."
+    return f"All {len(stuck.calls)} ranks are in {where}, alike, and it has not ended on {_ranks(stuck.waiting)}."
 
 
-def _is_message(one: StuckCall) -> bool:
-    return any(call.is_message for call in one.calls.values())
+def _is_message(stuck: StuckCall) -> bool:
+    return any(call.is_message for call in stuck.calls.values())
 
 
-def _group(one: StuckCall) -> str:
-    """`default_pg`, or the group's name where it was given no description."""
-    return tame(one.title if one.title not in ("", "undefined") else f"group {one.group}", 40)
+def _group(stuck: StuckCall) -> str:
+    """The group's description, such as `default_pg`, or its name if it has none."""
+    return tame(stuck.title if stuck.title not in ("", "undefined") else f"group {stuck.group}", 40)
 
 
-def _remedy(one: StuckCall, verdict: HangVerdict) -> str:
-    if one.differ:
+def _remedy(stuck: StuckCall, verdict: HangVerdict) -> str:
+    if stuck.differ:
         return "why these ranks took different ways: a condition on the rank, on data, or batches of different number"
-    if one.culprits:
-        rank = one.culprits[0]
+    if stuck.culprits:
+        rank = stuck.culprits[0]
         last = verdict.newest.get(rank)
         after = f"after {_site(last.site)}" if last and last.site else "from its start on"
         return f"what rank {rank} does {after}: its own log, or `py-spy dump` while it hangs"
-    if one.unknown:
-        return f"whether {_ranks(one.unknown)} died: its log, its host, `dmesg`; then whether it could write its dump"
+    if stuck.unknown:
+        return f"whether {_ranks(stuck.unknown)} died: its log, its host, `dmesg`; then whether it could write its dump"
     if verdict.circle:
         return "the order in which these lines use their groups: it must be the same on all ranks"
     return "the network and the GPUs: `nvidia-smi -q`, NCCL_DEBUG=INFO, and `keepbusy doctor --ranks` once it is free"
 
 
-# Who does what
+# The table of who does what
 
 
-def _table(one: StuckCall) -> Iterator[str]:
-    rows = [(_ranks(ranks), _operands(call), _site(call.site), _state(call)) for ranks, call in _alike(one.calls)]
-    for ranks, call in _folded(one.absent):
+def _table(stuck: StuckCall) -> Iterator[str]:
+    rows = [(_ranks(ranks), _operands(call), _site(call.site), _state(call)) for ranks, call in _alike(stuck.calls)]
+    for ranks, call in _folded(stuck.absent):
         name = f"last was {_operands(call)}" if call else "no call of this group"
         rows.append((_ranks(ranks), name, _site(call.site) if call else "", _state(call) if call else ""))
     widths = [max(len(row[place]) for row in rows) for place in range(3)]
@@ -325,7 +325,7 @@ def _alike(calls: Mapping[int, CollectiveCall]) -> list[tuple[list[int], Collect
 
 
 def _folded(calls: Mapping[int, CollectiveCall | None]) -> list[tuple[list[int], CollectiveCall | None]]:
-    """Ranks that did the same at the same line stand together."""
+    """Ranks that did the same at the same line, together."""
 
     def key(rank: int) -> str:
         call = calls[rank]
@@ -336,12 +336,12 @@ def _folded(calls: Mapping[int, CollectiveCall | None]) -> list[tuple[list[int],
 
 
 def _operands(call: CollectiveCall) -> str:
-    one = call.operands[0]
-    shapes = " ".join("×".join(map(str, shape)) for shape in (one.inputs or one.outputs)[:2])
+    operand = call.operands[0]
+    shapes = " ".join("×".join(map(str, shape)) for shape in (operand.inputs or operand.outputs)[:2])
     several = f" and {len(call.operands) - 1} more" if len(call.operands) > 1 else ""
-    ends = f" {one.ends[0]}→{one.ends[1]}" if one.ends else ""
-    dtypes = " ".join(one.dtypes[:2])
-    return tame(" ".join(filter(None, [f"{one.kind}{ends}", shapes, dtypes])) + several, 60)
+    ends = f" {operand.ends[0]}→{operand.ends[1]}" if operand.ends else ""
+    dtypes = " ".join(operand.dtypes[:2])
+    return tame(" ".join(filter(None, [f"{operand.kind}{ends}", shapes, dtypes])) + several, 60)
 
 
 def _site(site: CallSite | None) -> str:
@@ -383,19 +383,19 @@ def as_json(verdict: HangVerdict) -> dict[str, Any]:
         "circle": verdict.circle,
         "stuck": [
             {
-                "sentence": _sentence(one),
-                "group": one.group,
-                "description": one.title,
-                "number": one.number,
-                "differ": one.differ,
-                "waiting": one.waiting,
-                "culprits": one.culprits,
-                "held": list(one.held),
-                "without_dump": list(one.unknown),
-                "calls": {str(rank): _call_json(call) for rank, call in one.calls.items()},
-                "last": {str(rank): call and _call_json(call) for rank, call in one.absent.items()},
+                "sentence": _sentence(stuck),
+                "group": stuck.group,
+                "description": stuck.title,
+                "number": stuck.number,
+                "differ": stuck.differ,
+                "waiting": stuck.waiting,
+                "culprits": stuck.culprits,
+                "held": list(stuck.waiting_elsewhere),
+                "without_dump": list(stuck.unknown),
+                "calls": {str(rank): _call_json(call) for rank, call in stuck.calls.items()},
+                "last": {str(rank): call and _call_json(call) for rank, call in stuck.absent.items()},
             }
-            for one in verdict.stuck
+            for stuck in verdict.stuck
         ],
     }
 
