@@ -119,7 +119,7 @@ def rank(number: int, host: str = "one", **given: Any) -> SimpleNamespace:
 def linked(*places: SimpleNamespace, reached: float = 200.0, **given: Any) -> SimpleNamespace:
     everyone = range(len(places))
     rates = tuple(tuple(0.0 if one == other else reached for other in everyone) for one in everyone)
-    about = {"backend": "nccl", "copies": (), "rates": rates, "message": 20_000, "asked": 35_000}
+    about = {"backend": "nccl", "copies": (), "rates": rates, "message": 20_000, "host_time": 35_000}
     return SimpleNamespace(**{
         **about, "places": places, "collectives": tuple(curves()),
         "hosts": list(dict.fromkeys(one.host for one in places)),

@@ -401,9 +401,9 @@ def test_a_long_run_that_computes_values_is_told_how_it_becomes_shorter(
     monkeypatch.setattr(real_time, "UnseenThread", lambda work: work())
     monkeypatch.setattr(real_time, "_LONG", 0.0)
     host = cast(HostThread, SimpleNamespace(pauses=pauses))
-    real_time.tell_slow_values(host, said.append, threading.Event())
+    real_time.suggest_skipping_values(host, said.append, threading.Event())
     assert ["--values none" in one for one in said] == [True] * is_said
     over = threading.Event()
     over.set()
-    real_time.tell_slow_values(host, said.append, over)
+    real_time.suggest_skipping_values(host, said.append, over)
     assert len(said) == is_said

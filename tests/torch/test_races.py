@@ -25,7 +25,7 @@ def nothing_pending(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(MACHINE, "forward_streams", ForwardStreams())
     torch.cuda.synchronize()
     MACHINE.memory.accesses.races.clear()
-    MACHINE.memory.accesses.times.clear()
+    MACHINE.memory.accesses.counts.clear()
     yield
     torch.cuda.synchronize()
 

@@ -9,7 +9,7 @@ def test_a_worker_is_done_its_work_after_it_was_asked() -> None:
     worker = Worker()
     worker.ask(0, now=100)
     worker.note_duration(0, 40)
-    assert worker.done(0) == 140
+    assert worker.ready_time(0) == 140
 
 
 def test_a_worker_does_one_batch_after_the_other() -> None:
@@ -17,17 +17,17 @@ def test_a_worker_does_one_batch_after_the_other() -> None:
     for batch in (0, 4, 8):
         worker.ask(batch, now=100)
         worker.note_duration(batch, 40)
-    assert [worker.done(batch) for batch in (0, 4, 8)] == [140, 180, 220]
+    assert [worker.ready_time(batch) for batch in (0, 4, 8)] == [140, 180, 220]
     worker.ask(12, now=500)
     worker.note_duration(12, 40)
-    assert worker.done(12) == 540
+    assert worker.ready_time(12) == 540
 
 
 def test_of_a_batch_that_a_worker_says_nothing_of_nothing_is_known() -> None:
     worker = Worker()
     worker.ask(0, now=100)
-    assert worker.done(0) is None
-    assert worker.done(4) is None
+    assert worker.ready_time(0) is None
+    assert worker.ready_time(4) is None
 
 
 def test_a_new_epoch_counts_its_batches_anew() -> None:
@@ -35,8 +35,8 @@ def test_a_new_epoch_counts_its_batches_anew() -> None:
     for batch in (0, 1):
         worker.ask(batch, now=0)
         worker.note_duration(batch, 30)
-    assert worker.done(0) == 30  # and here the loop is left
+    assert worker.ready_time(0) == 30  # and here the loop is left
     for batch in (0, 1):
         worker.ask(batch, now=1_000)
         worker.note_duration(batch, 50)
-    assert [worker.done(batch) for batch in (0, 1)] == [1_050, 1_100]
+    assert [worker.ready_time(batch) for batch in (0, 1)] == [1_050, 1_100]

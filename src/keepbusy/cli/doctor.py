@@ -504,7 +504,7 @@ _SHORTEST = 1_000
 
 def device_file(machine: MachineFigures | None, links: LinkFigures | None, gpus: int = 1) -> str:
     """The file's text. `gpus` counts those of this host, even if not all of them were ranks."""
-    parts = [_machine(machine, links.asked if links else 0)] if machine else [_without_gpu()]
+    parts = [_machine(machine, links.host_time if links else 0)] if machine else [_without_gpu()]
     if links:
         on_one_host = [curve for curve in links.collectives if curve.hosts == 1]
         laws = [_table(f"collectives.{curve.name}", _law_written(curve)) for curve in on_one_host]

@@ -355,7 +355,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     # imported now: the exit handlers of what PyTorch imports, such as logging's, run before the report
     from keepbusy.timeline.steps import without_first_steps
     from keepbusy.virtual import virtual_run
-    from keepbusy.virtual.clock.real_time import tell_slow_values
+    from keepbusy.virtual.clock.real_time import suggest_skipping_values
     from keepbusy.virtual.machine import MACHINE
 
     device = "h200" if options.on == "auto" else options.on
@@ -367,7 +367,7 @@ def _virtual(options: argparse.Namespace, streams: program.StandardStreams) -> N
     timeline = virtual_run.start(virtual_options, program.rank(), run_folder)
     over = threading.Event()
     if options.values == "real" and streams.complains_to_terminal and not options.quiet:
-        tell_slow_values(MACHINE.clock.first_thread, streams.complain, over)
+        suggest_skipping_values(MACHINE.clock.first_thread, streams.complain, over)
     try:
         code = _program(options)
     finally:

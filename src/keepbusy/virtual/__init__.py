@@ -4,5 +4,5 @@ IMPORTED = (
     *("keepbusy.virtual.virtual_run", "keepbusy.virtual.pytorch.host_side", "keepbusy.virtual.pytorch.operators"),
     *("keepbusy.virtual.pytorch.process_group", "sympy", "torch._dynamo", "torch.profiler"),
 )
-"""What every run would import, for who forks several of them. PyTorch imports sympy and dynamo once the shape of a
-result is computed."""
+"""Modules that every run imports; a process that forks several runs imports them first. PyTorch imports sympy and
+dynamo when it first computes the shape of a result."""

@@ -1,8 +1,8 @@
-"""PyTorch's C++ made to believe in CUDA: its device guard, its CUDA hooks, and the timers of DDP.
+"""Makes PyTorch's C++ find CUDA: replaces its device guard and its CUDA hooks, and hides the timer of DDP.
 
-Two objects with virtual methods are given vtables in which single methods are ours. Slot numbers are read from the
-headers inside the installed wheel and held against the size of the vtable's symbol in the library. Nothing is
-guessed: what does not agree raises `Mismatch`, and the self-test says so before a program begins.
+Two objects with virtual methods get vtables in which some methods are replaced. Slot numbers are read from the headers
+in the installed wheel, and their count is compared with the size of the vtable's symbol in the library. A difference
+raises `Mismatch`, which the self-test reports before a program begins.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from keepbusy.virtual.machine import CURRENT
 from keepbusy.virtual.pytorch.tensors import native_is_pinned, native_pins
 
 DEVICE_TYPE, _META_TYPE = 1, 14
-"""c10::DeviceType of CUDA, and of what has no memory."""
+"""c10::DeviceType of CUDA, and of Meta tensors."""
 CUDA_VERSION = torch.version.cuda or "13.0"
-"""A build that has CUDA keeps its version: packages with code of their own were built for the same and look."""
+"""A build with CUDA keeps its version, since packages with native code check that theirs is the same."""
 CUDNN_VERSION = 91_002
 
 _LIBRARIES = Path(torch.__file__).parent / "lib"
@@ -40,21 +40,21 @@ HOOKS = (
 GUARD = (("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface"),)
 
 
-class Mismatch(RuntimeError):  # noqa: N818  # what is wrong, not that something is
-    """This build of PyTorch is laid out in a way that we do not know."""
+class Mismatch(RuntimeError):  # noqa: N818  # it names what is wrong
+    """This build of PyTorch has an unknown layout."""
 
 
 def slots(classes: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """The slot of each virtual method. `classes` are (header, class), the base first."""
-    found: list[str] = []
+    """The slot of each virtual method. `classes`: (header, class) pairs, the base class first."""
+    methods: list[str] = []
     for header, name in classes:
         for method in _virtual_methods(_INCLUDES / header, name):
             if method.startswith("~"):
                 # a destructor has two slots: the complete object's and the deleting one
-                found += [] if "~" in found else ["~", "~delete"]
-            elif method not in found:  # an override keeps the slot of what it overrides
-                found.append(method)
-    return {method: slot for slot, method in enumerate(found)}
+                methods += [] if "~" in methods else ["~", "~delete"]
+            elif method not in methods:  # an override keeps the slot of what it overrides
+                methods.append(method)
+    return {method: slot for slot, method in enumerate(methods)}
 
 
 _NO_CODE = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/|//[^\n]*|#ifdef USE_ROCM.*?#endif|\[\[.*?\]\]', re.DOTALL)
@@ -79,14 +79,14 @@ def _virtual_methods(header: Path, name: str) -> Iterator[str]:
 
 
 _FOUND_WORDS, _SIZE_AT, _WITH_SYMBOL = 4, 16, 1
-"""Words of the C library's Dl_info, where the size stands in an Elf64_Sym, and RTLD_DL_SYMENT."""
+"""Words of the C library's Dl_info, the offset of the size in an Elf64_Sym, and RTLD_DL_SYMENT."""
 
 
 def _symbol_size(address: int) -> int:
     """Bytes of the dynamic symbol at `address`; 0 where there is none."""
-    found, symbol = (ctypes.c_void_p * _FOUND_WORDS)(), ctypes.c_void_p()
-    is_found = ctypes.CDLL(None).dladdr1(ctypes.c_void_p(address), found, ctypes.byref(symbol), _WITH_SYMBOL)
-    return ctypes.c_uint64.from_address(symbol.value + _SIZE_AT).value if is_found and symbol.value else 0
+    details, symbol = (ctypes.c_void_p * _FOUND_WORDS)(), ctypes.c_void_p()
+    is_known = ctypes.CDLL(None).dladdr1(ctypes.c_void_p(address), details, ctypes.byref(symbol), _WITH_SYMBOL)
+    return ctypes.c_uint64.from_address(symbol.value + _SIZE_AT).value if is_known and symbol.value else 0
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -104,12 +104,12 @@ def _address_of(shared: ctypes.CDLL, name: str) -> int:
 
 
 def _result_of(shared: ctypes.CDLL, name: str) -> Any:
-    """The address that a C++ function returns which takes nothing."""
+    """The address that a C++ function without arguments returns."""
     return ctypes.CFUNCTYPE(ctypes.c_void_p)(_address_of(shared, name))()
 
 
 def _areas(permission: str) -> Iterator[tuple[int, int]]:
-    """Parts of this process's memory that it has this permission for."""
+    """Address ranges for which this process has a permission."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, permissions, *_ = line.split()
         if permission in permissions:
@@ -117,14 +117,12 @@ def _areas(permission: str) -> Iterator[tuple[int, int]]:
             yield int(low, 16), int(high, 16)
 
 
-# A copy of a C++ vtable in which single methods are ours.
-
 _ALIVE: list[Any] = []
-"""What native code points to must outlive everything: it is never freed."""
+"""Objects that native code points to: they are never freed."""
 
 
 class Vtable:
-    """Copied from `address`, which points to the first slot, as an object's first word does."""
+    """A copy of a C++ vtable whose methods can be replaced. `address`: that of its first slot."""
 
     def __init__(self, address: int, slots: Mapping[str, int]) -> None:
         executable = list(_areas("x"))
@@ -138,16 +136,16 @@ class Vtable:
         self.address = ctypes.addressof(self._words) + _POINTER * _PREAMBLE
         _ALIVE.append(self._words)
 
-    def put(self, method: str, result: Any, arguments: Sequence[Any], does: Callable[..., Any]) -> None:
-        """Replace one method, where this version has it. `does` is called without `this`."""
-        native = ctypes.CFUNCTYPE(result, ctypes.c_void_p, *arguments)(lambda _this, *given: does(*given))
+    def put(self, method: str, result: Any, arguments: Sequence[Any], replacement: Callable[..., Any]) -> None:
+        """Replace one method, if this version has it. `replacement` is called without `this`."""
+        native = ctypes.CFUNCTYPE(result, ctypes.c_void_p, *arguments)(lambda _this, *args: replacement(*args))
         _ALIVE.append(native)
         self._put_address(method, ctypes.cast(native, ctypes.c_void_p).value)
 
     def put_constant(self, method: str, value: int) -> None:
-        """Replace one method by machine code that returns a small number, or that and a zero in a second register.
+        """Replace one method by machine code that returns a small number, and zero in a second register.
 
-        Python called from there would lose an exception that is on its way, also that of Ctrl-C.
+        Python called from there would lose an exception that is being raised, such as that of Ctrl-C.
         """
         code = {
             "x86_64": b"\xb8" + struct.pack("<I", value) + b"\x31\xd2\xc3",
@@ -170,15 +168,15 @@ class Vtable:
             raise Mismatch(f"no method {', '.join(missing)}")
 
 
-# The CUDA hooks: how PyTorch's device-independent half asks whether CUDA is there.
+# The CUDA hooks, by which PyTorch's device-independent half asks for CUDA.
 #
-# The object may be the interface itself (a CPU build) or the real hooks (a CUDA build). Both have no
-# state, so either gets the same copy of the *interface's* vtable: nothing of the real CUDA stays
-# reachable through it, and what we do not answer says that it is not there.
+# The object is the interface itself in a CPU build, and the real hooks in a CUDA build. Neither has state, so both get
+# the same copy of the *interface's* vtable. The real CUDA cannot be reached through it, and methods that are not
+# replaced report that CUDA is missing.
 
 
 def replace_hooks() -> Callable[[], None]:
-    """Let C++ believe in CUDA; returns what takes it back."""
+    """Make C++ find CUDA; returns a function that undoes it."""
     shared = _library("libtorch_cpu.so")
     methods = slots(HOOKS)
     interface = _address_of(shared, "_ZTVN2at18CUDAHooksInterfaceE")
@@ -198,7 +196,7 @@ def replace_hooks() -> Callable[[], None]:
         vtable.put_constant(method, True)
     for method in ("deviceCount", "getNumGPUs"):
         vtable.put_constant(method, CURRENT.count)
-    for names, result, arguments, does in (
+    for names, result, arguments, answer in (
         ("init", None, (), lambda: None),
         ("setCurrentDevice", None, (byte,), lambda device: CURRENT.change(device) and None),
         ("getCurrentDevice current_device", byte, (), lambda: CURRENT.device),
@@ -210,7 +208,7 @@ def replace_hooks() -> Callable[[], None]:
         ("deviceSynchronize", None, (byte,), lambda _device: None),
     ):
         for method in names.split():
-            vtable.put(method, result, arguments, does)
+            vtable.put(method, result, arguments, answer)
     if CURRENT.count == 1:
         for method in ("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"):
             vtable.put_constant(method, 0)
@@ -219,18 +217,18 @@ def replace_hooks() -> Callable[[], None]:
     return lambda: setattr(hooks, "value", before)
 
 
-# The device guard: how C++ learns the current device, and enters the device and the stream of what it is about to do.
+# The device guard, by which C++ reads and changes the current device and stream.
 #
-# PyTorch keeps one guard a device type in a registry, an object without state. Ours is that of Meta tensors, which
-# enters nothing: devices and streams live in Python, and every kernel finds them by its tensors. For C++ there is one
-# stream, the first device's. What it calls to leave a device or a stream must not be written in Python: an exception
-# may be on its way, and Python called then would lose it.
+# PyTorch keeps a guard for each device type in a registry, an object without state. CUDA gets that of Meta tensors,
+# which changes nothing: devices and streams are kept in Python, and each kernel finds them by its tensors. C++ sees one
+# stream, the first device's. Methods that leave a device or a stream must not be written in Python, which would lose an
+# exception that is being raised.
 
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 
 def replace_guard() -> Callable[[], None]:
-    """Put our guard into CUDA's place; returns what makes it harmless again."""
+    """Register a guard for CUDA; returns a function that puts a harmless one in its place."""
     shared = _library("libc10.so")
     size = _symbol_size(_address_of(shared, _REGISTRY))
     if size < _POINTER * (_META_TYPE + 1):
@@ -253,22 +251,22 @@ def replace_guard() -> Callable[[], None]:
     guard = ctypes.c_void_p(vtable.address)
     _ALIVE.append(guard)
     registry[DEVICE_TYPE] = ctypes.addressof(guard)
-    # late C++ destructors must not find a Python that is gone
+    # late C++ destructors must not call Python after it has ended
     return lambda: registry.__setitem__(DEVICE_TYPE, meta)
 
 
-# DDP times its backward pass with a timer that it finds in a registry by the device's type. On a CUDA build that is one
-# of native events. The registry has no way to take an entry out, so the key of CUDA's entry is overwritten, once the
-# map has shown that it is laid out as we believe.
+# DDP times its backward pass with a timer that it looks up in a registry by device type. On a CUDA build that timer
+# uses native events. Entries cannot be removed from the registry, so the key of CUDA's entry is overwritten, after the
+# layout of the map has been checked.
 
 _NO_DEVICE_TYPE = 120
 
 
 def timer_keys() -> dict[int, ctypes.c_int8]:
-    """Each key of the registry of timers, by its value; raises `Mismatch` unless every part of the map agrees.
+    """The keys in the registry of timers, by value; raises `Mismatch` unless the whole map has the expected layout.
 
     A `std::unordered_map` is the address of its buckets, their count, its first node and its length. A bucket holds
-    the node before its own first one; a node is the address of the next one, and its key. The hash of a key is itself.
+    the node before its own first node. A node is the address of the next node, and a key, which is its own hash.
     """
     make = getattr(_library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
     if make is None:
@@ -276,7 +274,7 @@ def timer_keys() -> dict[int, ctypes.c_int8]:
     make.restype = ctypes.c_void_p
     word = ctypes.c_uint64.from_address
     registry = make()
-    buckets, count, first, length = (word(registry + _POINTER * at).value for at in range(4))
+    buckets, count, first, length = (word(registry + _POINTER * index).value for index in range(4))
     if not (0 < count < 4096 and 0 < length < 16 and _is_mapped(buckets, _POINTER * count)):
         raise Mismatch("the registry of DDP's timers has another shape")
     keys: dict[int, ctypes.c_int8] = {}
@@ -290,13 +288,13 @@ def timer_keys() -> dict[int, ctypes.c_int8]:
             raise Mismatch("the registry of DDP's timers has another order")
         keys[key.value] = key
         before, node = node, word(node).value
-    if node or 0 not in keys:  # the CPU's timer is there in every build
+    if node or 0 not in keys:  # every build has the CPU's timer
         raise Mismatch("the registry of DDP's timers has another length")
     return keys
 
 
 def hide_native_timer() -> None:
-    """DDP finds none for CUDA, and does without."""
+    """DDP finds no timer for CUDA and goes without one."""
     key = timer_keys().get(DEVICE_TYPE)
     if key is not None:
         key.value = _NO_DEVICE_TYPE

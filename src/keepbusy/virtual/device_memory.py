@@ -1,9 +1,9 @@
-"""Device memory: PyTorch's caching allocator, modelled.
+"""Device memory: a model of PyTorch's caching allocator.
 
-Memory comes from the driver in segments, is cut into blocks, and goes back to a pool when its
-tensor dies; only what no free block can serve costs a `cudaMalloc`. Sizes and rules are those of
-c10/cuda/CUDACachingAllocator.cpp with its default settings. A tensor may die anywhere, also within
-a call of ours, so `free` only queues, and the next call does the work.
+Memory comes from the driver in segments, is cut into blocks, and returns to a pool when its tensor is freed. Only a
+request that no free block can serve costs a `cudaMalloc`. Sizes and rules are those of
+c10/cuda/CUDACachingAllocator.cpp with its default settings. A tensor may be freed anywhere, even within a call of ours,
+so `free` only queues, and the next call does the work.
 """
 
 from __future__ import annotations
@@ -26,53 +26,49 @@ from keepbusy.virtual.memory_blocks import Block, Pools
 BLOCK_UNIT, SEGMENT_UNIT = 512, 2 << 20
 """Sizes are rounded up to these."""
 SMALL_LIMIT, LARGE_SEGMENT_LIMIT = 1 << 20, 10 << 20
-"""Up to so many bytes a block lies in a small segment; up to so many in a large one, and beyond in one of its own."""
+"""Largest block that lies in a small segment, and in a large one; a larger block has a segment of its own. Bytes."""
 SMALL_SEGMENT, LARGE_SEGMENT = 2 << 20, 20 << 20
 CONTEXT = 600 << 20
-"""Bytes that CUDA itself, its libraries and NCCL take of a device, which are not PyTorch's to count: an H200's process
-has about this much."""
+"""Bytes of a device that CUDA, its libraries and NCCL take, and PyTorch does not count: about this much on an H200."""
 PoolId: TypeAlias = tuple[int, int]
-"""What PyTorch names a pool of graphs by."""
+"""PyTorch's name of a pool of CUDA graphs."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 -- torch's own name
     """The device is full; the text is PyTorch's."""
 
 
-# What is counted, under PyTorch's names.
-
-
 _IN_POOLS = np.array([(0, 1, 1), (1, 0, 1)])
-"""Which totals count a large block, and which a small one: the small pool, the large pool, both together."""
+"""Which totals count a large block, and which a small one: small pool, large pool, both pools."""
 
 
 class Totals:
-    """What is counted of one kind, a row a pool: blocks, their bytes, and the bytes asked for."""
+    """Totals of one kind, with a row for each pool: blocks, their bytes, and the bytes requested."""
 
     def __init__(self) -> None:
         self.now, self.peak, self.ever, self._base = np.zeros((4, 3, 3), np.int64)
 
     def change(self, small: Ints, changes: Ints) -> None:
-        """What came and went, a row a time, negative where it went."""
+        """Add changes in order of time, a row each; negative for memory that is given back."""
         if len(changes):
             rows = _IN_POOLS[small][:, :, None] * changes[:, None]
-            course = self.now + np.cumsum(rows, axis=0)
-            self.now, self.peak = course[-1], np.maximum(self.peak, course.max(axis=0))
+            running_totals = self.now + np.cumsum(rows, axis=0)
+            self.now, self.peak = running_totals[-1], np.maximum(self.peak, running_totals.max(axis=0))
             self.ever = self.ever + np.maximum(rows, 0).sum(axis=0)
 
-    def count(self, small: bool, change: int, size: int, asked: int) -> None:
-        """A block that came (1) or went (-1)."""
-        self.change(np.array([int(small)]), np.array([(change, change * size, change * asked)]))
+    def count(self, small: bool, sign: int, size: int, requested: int) -> None:
+        """`sign`: 1 for a new block, -1 for one that is given back."""
+        self.change(np.array([int(small)]), np.array([(sign, sign * size, sign * requested)]))
 
     def reset_accumulated(self) -> None:
-        """Count what comes and goes from now on."""
+        """Start counting allocations and frees from zero."""
         self.ever, self._base = np.zeros_like(self.now), self.now
 
     def shown(self) -> list[list[list[int]]]:
-        """By pool, for blocks, bytes and bytes asked for: current, peak, allocated and freed."""
+        """By pool, for blocks, bytes and bytes requested: current, peak, allocated and freed."""
         freed = self._base + self.ever - self.now
-        pools: list[list[list[int]]] = np.stack([self.now, self.peak, self.ever, freed], axis=-1).tolist()
-        return pools
+        by_pool: list[list[list[int]]] = np.stack([self.now, self.peak, self.ever, freed], axis=-1).tolist()
+        return by_pool
 
 
 class Tally:
@@ -80,7 +76,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.used, self.segments, self.waiting, self.fragments = (Totals() for _ in range(4))
-        # waiting: freed, and still in use by another stream; fragments: free parts of segments that are in use
+        # waiting: freed, and still in use by another stream; fragments: free parts of segments in use
         self.retries = self.failures = 0
 
     def all(self) -> list[Totals]:
@@ -88,14 +84,14 @@ class Tally:
 
 
 def _flat_stats(tally: Tally) -> dict[str, int]:
-    """As `torch.cuda.memory_stats` has them."""
-    shown: dict[str, list[int]] = {"oversize_allocations": [0] * 4, "oversize_segments": [0] * 4}
+    """By the names of `torch.cuda.memory_stats`."""
+    values_by_name: dict[str, list[int]] = {"oversize_allocations": [0] * 4, "oversize_segments": [0] * 4}
     pools = zip(("small_pool", "large_pool", "all"), *(totals.shown() for totals in tally.all()), strict=True)
-    for pool, (blocks, sizes, asked), segments, waiting, fragments in pools:
-        shown |= {
+    for pool, (blocks, sizes, requested), segments, waiting, fragments in pools:
+        values_by_name |= {
             f"allocation.{pool}": blocks,
             f"allocated_bytes.{pool}": sizes,
-            f"requested_bytes.{pool}": asked,
+            f"requested_bytes.{pool}": requested,
             f"active.{pool}": _active(blocks, waiting[0]),
             f"active_bytes.{pool}": _active(sizes, waiting[1]),
             f"segment.{pool}": segments[0],
@@ -103,10 +99,10 @@ def _flat_stats(tally: Tally) -> dict[str, int]:
             f"inactive_split.{pool}": fragments[0],
             f"inactive_split_bytes.{pool}": fragments[1],
         }
-    counted = ("current", "peak", "allocated", "freed")
-    stats = {
-        f"{kind}.{what}": value for kind, values in shown.items() for what, value in zip(counted, values, strict=True)
-    }
+    stats: dict[str, int] = {}
+    for name, (current, peak, allocated, freed) in values_by_name.items():
+        stats |= {f"{name}.current": current, f"{name}.peak": peak}
+        stats |= {f"{name}.allocated": allocated, f"{name}.freed": freed}
     return stats | {
         "num_alloc_retries": tally.retries,
         "num_ooms": tally.failures,
@@ -118,13 +114,13 @@ def _flat_stats(tally: Tally) -> dict[str, int]:
 
 
 def _active(used: list[int], waiting: list[int]) -> list[int]:
-    """Active is what is allocated, and what is freed but still in use elsewhere."""
+    """Active memory is allocated, or freed but still in use by another stream."""
     current = used[0] + waiting[0]
     return [current, max(used[1], current), used[2], used[3] - waiting[0]]
 
 
 def _out_of_memory(device: int, wanted: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:
-    """As PyTorch words it."""
+    """PyTorch's message."""
     limit = "" if allowed is None else f"{_bytes(allowed)} allowed; "
     allocated, reserved = int(tally.used.now[2, 1]), int(tally.segments.now[2, 1])
     return (
@@ -140,8 +136,10 @@ def _out_of_memory(device: int, wanted: int, size: int, free: int, tally: Tally,
 def _bytes(size: int) -> str:
     if size <= 1 << 10:
         return f"{size} bytes"
-    unit, name = next(((1 << at, name) for at, name in ((30, "GiB"), (20, "MiB")) if size > 1 << at), (1 << 10, "KiB"))
-    return f"{size / unit:.2f} {name}"
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size > unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size / 1024:.2f} KiB"
 
 
 class _DeviceBlocks:
@@ -149,29 +147,27 @@ class _DeviceBlocks:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.allowed: int | None = None  # bytes, where the program has set a limit of its own
+        self.allowed: int | None = None  # bytes, if the program has set a limit
         self.ordinary = Pools()
         self.graphs: dict[PoolId, Pools] = {}
-        self.routes: dict[PoolId, Callable[[int], bool]] = {}  # whose streams are capturing now
+        self.routes: dict[PoolId, Callable[[int], bool]] = {}  # which streams each pool under capture serves
         self.reserved = 0
         self.address = 0x7F00_0000_0000 + (device << 44)
         self.tally = Tally()
         self.in_use_elsewhere: deque[tuple[Block, list[Moment]]] = deque()  # freed, and still in use by other streams
 
     def pools(self, stream: int) -> Pools:
-        """Whose blocks serve a stream."""
+        """The pools that serve a stream."""
         return next((self.graphs[name] for name, covers in self.routes.items() if covers(stream)), self.ordinary)
 
     def look_up_fragments(self) -> None:
-        """Count the free parts of segments that are in use. This is done where somebody asks, or a segment is needed:
-        the peak is that of these moments."""
-        both, figures = (self.ordinary, *self.graphs.values()), self.tally.fragments
-        small, large = (
-            [block.size for pool in pools for block in pool.blocks(split=True)]
-            for pools in ([pair.small for pair in both], [pair.large for pair in both])
-        )
-        figures.now = figures.ever = np.array([(len(sizes), sum(sizes), 0) for sizes in (small, large, small + large)])
-        figures.peak = np.maximum(figures.peak, figures.now)
+        """Count the free parts of segments in use: when the program reads the statistics and when a segment is needed.
+        The peak is that of these moments."""
+        totals, all_pools = self.tally.fragments, (self.ordinary, *self.graphs.values())
+        small = [block.size for pools in all_pools for block in pools.small.blocks(split=True)]
+        large = [block.size for pools in all_pools for block in pools.large.blocks(split=True)]
+        totals.now = totals.ever = np.array([(len(sizes), sum(sizes), 0) for sizes in (small, large, small + large)])
+        totals.peak = np.maximum(totals.peak, totals.now)
 
 
 class Memory:
@@ -183,11 +179,11 @@ class Memory:
         self.size = clock.device.memory.size
         self._devices = [_DeviceBlocks(device) for device in range(devices)]
         self._freed: deque[Block] = deque()
-        self._counted = 0  # of the rows written down so far
+        self._counted = 0  # rows that the totals include so far
         self._lock = threading.RLock()
 
     def allocate(self, device: int, size: int, stream: int) -> Block | None:
-        """A block for so many bytes; None for none at all. Raises `OutOfMemory`."""
+        """A block of at least `size` bytes; None for a size of zero. Raises `OutOfMemory`."""
         if size <= 0:
             return None
         with self._lock:
@@ -221,7 +217,7 @@ class Memory:
             self._freed.append(block)
 
     def record_stream(self, block: Block | None, stream: int) -> None:
-        """Its memory is not used again before what stands in that stream, once it is freed, has ended."""
+        """Once the block is freed, it is reused only after the work then in that stream has ended."""
         if block is not None and stream != block.stream:
             block.users = (block.users or set()) | {stream}
 
@@ -230,12 +226,12 @@ class Memory:
         with self._lock:
             self._free_queued()
             for blocks in self._devices if device is None else [self._devices[device]]:
-                if not blocks.routes:  # a capture goes without
+                if not blocks.routes:  # never during a capture
                     self._return_unused(blocks)
                     self._release(blocks)
 
     def capture(self, device: int, pool: PoolId, covers: Callable[[int], bool]) -> None:
-        """From now on the streams that are `covers`ed take their memory from a graph's pool, which may be new."""
+        """From now on streams for which `covers` is true take their memory from a graph's pool, which may be new."""
         with self._lock:
             blocks = self._devices[device]
             blocks.graphs.setdefault(pool, Pools()).graphs += 1
@@ -246,7 +242,7 @@ class Memory:
         self._devices[device].routes.pop(pool, None)
 
     def forget(self, device: int, pool: PoolId) -> None:
-        """One of its graphs is gone. After the last one, free segments may go back to the driver."""
+        """One of the pool's graphs is deleted. After the last one, free segments may go back to the driver."""
         self._devices[device].graphs[pool].graphs -= 1
 
     def info(self, device: int = 0) -> tuple[int, int]:
@@ -262,18 +258,18 @@ class Memory:
 
     def reset_peak(self, device: int = 0) -> None:
         with self._lock:
-            for figures in self._tally(device).all():
-                figures.peak = figures.now
+            for totals in self._tally(device).all():
+                totals.peak = totals.now
 
     def reset_accumulated(self, device: int = 0) -> None:
         with self._lock:
             tally = self._tally(device)
             tally.retries = tally.failures = 0
-            for figures in tally.all():
-                figures.reset_accumulated()
+            for totals in tally.all():
+                totals.reset_accumulated()
 
     def limit(self, share: float, device: int = 0) -> None:
-        """`torch.cuda.set_per_process_memory_fraction`: of the whole device, whatever its driver takes of it."""
+        """`torch.cuda.set_per_process_memory_fraction`: a share of the whole device."""
         self._devices[device].allowed = int(share * self.size)
 
     def share(self, device: int = 0) -> float:
@@ -283,50 +279,50 @@ class Memory:
 
     # with the lock held
 
-    def _note(self, host: HostThread, block: Block, change: int) -> None:
-        """Write down that it was taken (1) or given back (-1) just now."""
+    def _note(self, host: HostThread, block: Block, sign: int) -> None:
+        """Write a row: the block is allocated (1) or given back (-1) now."""
         device = block.device
         self.clock.rows.memory.add(
-            host.lane, device, host.now, block.address, change * block.size, self._devices[device].reserved,
-            change * block.requested, block.pool.small,
+            host.lane, device, host.now, block.address, sign * block.size, self._devices[device].reserved,
+            sign * block.requested, block.pool.small,
         )  # fmt: skip
 
     def _tally(self, device: int) -> Tally:
-        """Up to now. What came and went is read off its rows where somebody asks."""
+        """The device's totals up to now, which are summed from the rows only when they are read."""
         self._free_queued()
         rows = self.clock.rows.memory.columns(self._counted)
         self._counted += rows.shape[1]
         for blocks in self._devices:
-            size, _, asked, small = rows[4:, rows[1] == blocks.device]
-            blocks.tally.used.change(small, np.stack([np.sign(size), size, asked], axis=1))
+            size, _, requested, small = rows[4:, rows[1] == blocks.device]
+            blocks.tally.used.change(small, np.stack([np.sign(size), size, requested], axis=1))
         return self._devices[device].tally
 
     def _segment(self, blocks: _DeviceBlocks, size: int, stream: int, pools: Pools) -> Block:
-        """From the driver; if it has no more, after giving back what is free."""
+        """A new segment from the driver. If none is left, free segments are given back first."""
         small = size <= SMALL_LIMIT
-        wanted = -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
+        segment_size = -(-size // SEGMENT_UNIT) * SEGMENT_UNIT
         if size < LARGE_SEGMENT_LIMIT:
-            wanted = SMALL_SEGMENT if small else LARGE_SEGMENT
+            segment_size = SMALL_SEGMENT if small else LARGE_SEGMENT
         limit = min(self.size - CONTEXT, self.size if blocks.allowed is None else blocks.allowed)
-        if blocks.reserved + wanted > limit and not blocks.routes:  # nothing may be freed during a capture
+        if blocks.reserved + segment_size > limit and not blocks.routes:  # nothing may be freed during a capture
             blocks.tally.retries += 1
             for _, moments in blocks.in_use_elsewhere:
                 for moment in moments:
                     self.clock.sync_moment(moment)
             self._return_unused(blocks, at_once=True)
             self._release(blocks)
-        if blocks.reserved + wanted > limit:
+        if blocks.reserved + segment_size > limit:
             blocks.tally.failures += 1
             free = self.size - CONTEXT - blocks.reserved
             raise OutOfMemory(
                 _out_of_memory(blocks.device, size, self.size, free, self._tally(blocks.device), blocks.allowed)
             )
         self.clock.allocate("cudaMalloc", self.clock.device.memory.malloc)
-        block = Block(blocks.device, stream, blocks.address, wanted, pools.small if small else pools.large)
+        block = Block(blocks.device, stream, blocks.address, segment_size, pools.small if small else pools.large)
         pools.segments += 1
-        blocks.address += -(-wanted // SEGMENT_UNIT) * SEGMENT_UNIT
-        blocks.reserved += wanted
-        blocks.tally.segments.count(small, 1, wanted, wanted)
+        blocks.address += -(-segment_size // SEGMENT_UNIT) * SEGMENT_UNIT
+        blocks.reserved += segment_size
+        blocks.tally.segments.count(small, 1, segment_size, segment_size)
         blocks.look_up_fragments()
         return block
 
@@ -346,7 +342,7 @@ class Memory:
                 self._return(block)
 
     def _return_unused(self, blocks: _DeviceBlocks, at_once: bool = False) -> None:
-        """Blocks whose other streams are done with them, as all are `at_once` after a wait."""
+        """Return blocks that other streams are done with; `at_once`: all of them, after a wait."""
         for _ in range(len(blocks.in_use_elsewhere)):
             block, moments = blocks.in_use_elsewhere.popleft()
             if at_once or all(map(self.clock.passed, moments)):
@@ -356,7 +352,7 @@ class Memory:
                 blocks.in_use_elsewhere.append((block, moments))
 
     def _return(self, block: Block) -> None:
-        """To its pool, as one block with its free neighbours."""
+        """Return the block to its pool, joined with its free neighbours."""
         self.accesses.free(block)
         block.free = True
         for other in (block.before, block.after):
@@ -371,7 +367,7 @@ class Memory:
         block.pool.add(block)
 
     def _release(self, blocks: _DeviceBlocks) -> None:
-        for pools in (blocks.ordinary, *(kept for kept in blocks.graphs.values() if not kept.graphs)):
+        for pools in (blocks.ordinary, *(unused for unused in blocks.graphs.values() if not unused.graphs)):
             for pool in (pools.large, pools.small):
                 for block in pool.blocks(split=False):
                     self.clock.release("cudaFree", self.clock.device.memory.free, blocks.device)

@@ -29,7 +29,7 @@ Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class _DeviceMemory(weakref.ref["Tensor"]):
-    """Memory of the device, given back when the host tensor behind it goes."""
+    """Device memory, given back when the host tensor behind it is freed."""
 
     __slots__ = ("address", "block", "layout", "return_to_graph")
     address: int
@@ -39,23 +39,23 @@ class _DeviceMemory(weakref.ref["Tensor"]):
 
 
 class DeviceTensors:
-    """What of the devices this process uses, as kernels and patches see it."""
+    """Streams, memory and captures of the devices, for kernels and patches."""
 
     clock: Clock
     memory: Memory
     forward_streams: ForwardStreams
     release_overhead = 0
-    """Nanoseconds of real time that are ours when a tensor goes."""
+    """Nanoseconds of real time that our own code takes when a tensor is freed."""
 
     def __init__(self) -> None:
-        self._memory: dict[int, _DeviceMemory] = {}  # all there is, by address
-        self._shadowed: dict[int, _DeviceMemory] = {}  # by identity, where other memory has got the same address
-        self.recording: Recording | None = None  # of the capture under way, where values are computed
+        self._memory: dict[int, _DeviceMemory] = {}  # by address
+        self._shadowed: dict[int, _DeviceMemory] = {}  # by identity; other memory has the same address now
+        self.recording: Recording | None = None  # of the current capture, if values are computed
 
     # streams
 
     def stream(self, device: int, host: HostThread | None = None) -> int:
-        """The current one of a device, for the calling thread."""
+        """The current stream of a device, for the calling thread."""
         host = host or self.clock.host()
         chosen = host.chosen_streams.get(device)
         if host.backward_pass is not None:
@@ -63,7 +63,7 @@ class DeviceTensors:
         return self.clock.default_stream(device) if chosen is None else chosen
 
     def choose_stream(self, device: int, stream: int | None) -> int | None:
-        """Make a stream the current one of a device (None: the default one); returns the one before."""
+        """Make a stream the current one of a device (None: the default stream); returns the previous one."""
         host = self.clock.host()
         before = host.chosen_streams.pop(device, None)
         stream = None if stream == self.clock.default_stream(device) else stream
@@ -76,10 +76,10 @@ class DeviceTensors:
             host.chosen_streams[device] = stream
         return before
 
-    # who uses which memory
+    # uses of memory
 
     def use(self, read: Iterable[Any], written: Iterable[Any], stream: int, place: int) -> Command:
-        """A command is launched that reads and writes these tensors: of the device, or pinned ones."""
+        """A command is launched that reads and writes these device or pinned tensors."""
         command = self.clock.order.command(stream, place)
         for tensors, writes in ((read, False), (written, True)):
             for tensor in tensors_in(tensors):
@@ -92,12 +92,12 @@ class DeviceTensors:
                 self.use_pinned(tensor, writes, command)
             return
         begin = tensor.data_ptr()
-        held, offset = self._memory.get(begin), 0
-        if held is None:
+        memory, offset = self._memory.get(begin), 0
+        if memory is None:
             address = tensor.untyped_storage().data_ptr()
-            held, offset = self._memory.get(address), begin - address
-        if held is not None and held.block is not None and tensor.numel():
-            self.memory.accesses.use_block(held.block, tensor, offset, writes, command, is_partial)
+            memory, offset = self._memory.get(address), begin - address
+        if memory is not None and memory.block is not None and tensor.numel():
+            self.memory.accesses.use_block(memory.block, tensor, offset, writes, command, is_partial)
 
     def use_pinned(self, tensor: Tensor, writes: bool, command: Command) -> None:
         address, extent = tensor.untyped_storage().data_ptr(), Extent.of(tensor, tensor.data_ptr())
@@ -106,7 +106,7 @@ class DeviceTensors:
     # memory
 
     def needs_pinned(self, device: int, is_pinned: bool) -> None:
-        """A capture takes no copy from or to memory of the host that may move."""
+        """Refuse a copy from or to pageable host memory during a capture."""
         if not is_pinned and self.captures(device):
             raise RuntimeError(
                 "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
@@ -114,27 +114,27 @@ class DeviceTensors:
             )
 
     def place_on(self, tensor: Tensor, device: int, stream: int | None = None) -> Tensor:
-        """A new tensor of the device, over the host tensor's memory, or over a graph's while one is captured."""
+        """A new device tensor, over the host tensor's memory or, during a capture, over the graph's."""
         storage = tensor.untyped_storage()
         size = _size(storage)
         recording = None if self.recording is None else self.records(device)
         if recording is not None:
-            # the graph holds the memory, and the program what it sees of it
+            # the graph keeps the memory alive; the program gets a tensor over it
             tensor = recording.keep(tensor).detach()
             storage = tensor.untyped_storage()
-        seen = to_device(tensor, device)
+        device_tensor = to_device(tensor, device)
         block = self._block(device, size, self.stream(device) if stream is None else stream)
         if block is not None:
-            # the device's storage keeps the host tensor alive, and nothing else does: it goes when the storage goes
+            # only the device's storage keeps the host tensor alive, so both are freed together
             memory = _DeviceMemory(tensor, self._release)
             memory.block, memory.address = block, storage.data_ptr()
             memory.layout = tensor.shape, tensor.stride(), tensor.dtype
             memory.return_to_graph = None if recording is None else partial(recording.arena.give_back, storage)
-            before = self._memory.get(memory.address)
-            if before is not None:
-                self._shadowed[id(before)] = before
+            previous = self._memory.get(memory.address)
+            if previous is not None:
+                self._shadowed[id(previous)] = previous
             self._memory[memory.address] = memory
-        return seen
+        return device_tensor
 
     def _block(self, device: int, size: int, stream: int) -> Block | None:
         try:
@@ -143,14 +143,14 @@ class DeviceTensors:
             raise torch.OutOfMemoryError(str(error)) from None
 
     def resize(self, storage: Any, size: int) -> None:
-        """What is emptied gives its memory back, and takes other when it is to be filled again."""
+        """A storage that is emptied gives its memory back, and gets other memory when it grows again."""
         memory, device = self._memory.get(storage.data_ptr()), storage.device.index
         if memory is not None:
             self.memory.free(memory.block)
             memory.block = self._block(device, size, self.stream(device))
 
     def seen_by_host(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """The memory of a device's tensor as a host tensor that nobody may reshape: often it is the one behind it."""
+        """A host tensor over a device tensor's memory, often the one behind it; it must not be reshaped."""
         memory = self._memory.get(tensor.data_ptr())
         if memory is not None and memory.layout == layout:
             host = memory()
@@ -159,7 +159,7 @@ class DeviceTensors:
         return to_host(tensor)
 
     def raise_for_memory(self, error: RuntimeError, device: int) -> None:
-        """Where the host had no memory for a device's tensor: the device may have none either."""
+        """The host has no memory for a tensor. Raise `MemoryError`, or `OutOfMemoryError` if the device is full."""
         size = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
         if size is None:
             return
@@ -172,8 +172,8 @@ class DeviceTensors:
     def _release(self, memory: _DeviceMemory) -> None:
         if self._memory.get(memory.address) is memory:
             del self._memory[memory.address]
-            if VALUES.kept:
-                VALUES.kept.discard(memory.address)
+            if VALUES.storages:
+                VALUES.storages.discard(memory.address)
         else:
             del self._shadowed[id(memory)]
         if memory.return_to_graph is not None:
@@ -191,20 +191,20 @@ class DeviceTensors:
     # CUDA graphs
 
     def captures(self, device: int) -> bool:
-        """Whether what is launched on the device now is kept for a graph, and not run."""
+        """Whether launches on the device are captured now."""
         return self.clock.capturing(self.stream(device))
 
     def records(self, device: int) -> Recording | None:
-        """What takes note of the device's operators, while its stream captures."""
+        """The recording of the device's operators, while its current stream captures."""
         return self.recording if self.recording is not None and self.captures(device) else None
 
     def lasting(self, tensor: Tensor) -> Tensor:
-        """As `to_host`, but the device may give the tensor's memory to others: only the host's is kept."""
+        """Like `to_host`, but only host memory is kept alive: the device may reuse the tensor's memory."""
         memory = self._memory.get(tensor.untyped_storage().data_ptr())
-        host = None if memory is None else memory()  # None if another library made the tensor
+        host = None if memory is None else memory()  # None for a tensor of another library
         with torch.inference_mode(False):
             if host is not None:
                 storage = host.untyped_storage()
                 begin = (tensor.data_ptr() - storage.data_ptr()) // tensor.element_size()
                 tensor = over_storage(storage, begin, tensor)
-            return to_host(tensor)  # never resized in place: that would move the memory
+            return to_host(tensor)  # never resized in place, which would move the memory

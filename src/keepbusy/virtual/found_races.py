@@ -1,4 +1,4 @@
-"""The races of a run as the report has them: the program's lines, its names for streams, and the missing call."""
+"""Races as the report shows them: with the program's lines, its names for streams, and the call that is missing."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from keepbusy.timeline.model import Lane
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, STREAMS, DataRace, RacingUse, joined
 from keepbusy.virtual.accesses import HOST, Accesses, Race
 from keepbusy.virtual.clock.engine import Clock
-from keepbusy.virtual.clock.order import Made
+from keepbusy.virtual.clock.order import Origin
 
 
 class FoundRaces:
     """The races of one process."""
 
     def __init__(self, clock: Clock, lines: Mapping[str, tuple[CodeType, int]]) -> None:
-        """`lines`: of each line as the clock writes it, its code and its number."""
+        """`lines`: the code and the line number of each line, by its text in the clock."""
         self._clock, self._lines = clock, lines
         self._names = list(clock.rows.names)
 
     def all(self, accesses: Accesses) -> tuple[DataRace, ...]:
-        return joined(self._race(race, accesses.times[key]) for key, race in accesses.races.items())
+        return joined(self._race(race, accesses.counts[key]) for key, race in accesses.races.items())
 
     def named(self, lanes: Sequence[Lane]) -> tuple[Lane, ...]:
-        """With streams called as the program calls them, where a name is that of one stream alone."""
+        """The lanes with the program's own names for streams, where a name belongs to a single stream."""
         names = [lane.name if lane.device is None else self._stream(number) for number, lane in enumerate(lanes)]
         names = [name.removeprefix("the ") for name in names]
-        often = Counter((lane.device, name) for lane, name in zip(lanes, names, strict=True))
+        counts = Counter((lane.device, name) for lane, name in zip(lanes, names, strict=True))
         return tuple(
-            lane._replace(name=name) if often[lane.device, name] == 1 else lane
+            lane._replace(name=name) if counts[lane.device, name] == 1 else lane
             for lane, name in zip(lanes, names, strict=True)
         )
 
@@ -45,54 +45,54 @@ class FoundRaces:
             for use in (first, second)
         ]
         stream, other_stream = second.command.stream, first.command.stream
-        at, after = uses[1].place, False
+        place, after = uses[1].place, False
         event = self._name(race.event)
-        event = "" if "[" in event else event  # of several, another one each time
+        event = "" if "[" in event else event  # an event of a list may differ each time
         other = self._code(other_stream)
         waits = f"wait_event({event})" if event else f"wait_stream({other})"
         if stream == HOST:
             kind = REFILLED if second.writes else READ_EARLY
-            at, after = (at, False) if at else (uses[0].place, True)  # a line that nobody knows
+            place, after = (place, False) if place else (uses[0].place, True)  # no line is known
             call = f"{event or self._code(other_stream, is_current=True)}.synchronize()"
         elif first.is_freed:
-            kind, call, at, after = REUSED, f"tensor.record_stream({self._code(other_stream)})", uses[0].place, True
+            kind, call, place, after = REUSED, f"tensor.record_stream({self._code(other_stream)})", uses[0].place, True
         else:
-            kind, this = STREAMS, self._code(stream, is_current=True)
-            call = f"{this}.{waits}" if this != other else "torch.cuda.current_stream().wait_stream(other_stream)"
-        return DataRace(kind, uses[0], uses[1], race.size, times, call, at, after)
+            kind, current = STREAMS, self._code(stream, is_current=True)
+            call = f"{current}.{waits}" if current != other else "torch.cuda.current_stream().wait_stream(other_stream)"
+        return DataRace(kind, uses[0], uses[1], race.size, times, call, place, after)
 
     def _place(self, number: int) -> str:
-        """The innermost line of the program's own."""
+        """The innermost line of the user's own code."""
         lines = [source_line(self._names[name]) for name in self._clock.rows.lines[number]]
-        known = [(file, line) for file, line, _ in filter(None, lines)]
-        own = [(file, line) for file, line in known if owner_of_file(file) == Owner.USER]
-        file, line = (own or known or [("", 0)])[-1]
+        in_files = [(file, line) for file, line, _ in filter(None, lines)]
+        own = [(file, line) for file, line in in_files if owner_of_file(file) == Owner.USER]
+        file, line = (own or in_files or [("", 0)])[-1]
         return f"{file}:{line}" if file else ""
 
     def _stream(self, stream: int) -> str:
-        """As people call it."""
+        """A stream's name for people."""
         if stream == HOST:
             return ""
         unnamed = "the default stream" if self._is_default(stream) else self._clock.rows.lanes[stream].name
-        return self._name(self._clock.order.made.get(stream)) or unnamed
+        return self._name(self._clock.order.stream_origins.get(stream)) or unnamed
 
     def _code(self, stream: int, is_current: bool = False) -> str:
-        """As code: `is_current`: where it is used, it is the current one."""
+        """A stream as source code. `is_current`: it is the current one where the code would stand."""
         if self._is_default(stream):
             return f"torch.cuda.{'current' if is_current else 'default'}_stream()"
-        return self._name(self._clock.order.made.get(stream)) or "stream"
+        return self._name(self._clock.order.stream_origins.get(stream)) or "stream"
 
     def _is_default(self, stream: int) -> bool:
         return self._clock.default_stream(self._clock.rows.lanes[stream].device or 0) == stream
 
-    def _name(self, made: Made | None) -> str:
-        """What the program assigns to what is made there."""
-        if made is None:
+    def _name(self, origin: Origin | None) -> str:
+        """The name that the program assigns to a stream or an event."""
+        if origin is None:
             return ""
-        place, ordinal = made
-        written = [self._names[name] for name in self._clock.rows.lines[place]]
-        known = [self._lines[line] for line in written if line in self._lines]
-        return _assigned(known[-1][0].co_filename, known[-1][1], ordinal) if known else ""
+        place, ordinal = origin
+        lines = [self._names[name] for name in self._clock.rows.lines[place]]
+        with_code = [self._lines[line] for line in lines if line in self._lines]
+        return _assigned(with_code[-1][0].co_filename, with_code[-1][1], ordinal) if with_code else ""
 
 
 def _assigned(file: str, line: int, ordinal: int) -> str:
@@ -108,7 +108,7 @@ def _assigned(file: str, line: int, ordinal: int) -> str:
 
 
 def program_tree(file: str) -> ast.Module:
-    """What a file of the program says, also a program that is none; nothing where it cannot be read."""
+    """The syntax tree of a file of the program; empty where it cannot be parsed."""
     try:
         return ast.parse(read_source(file))
     except SyntaxError:
@@ -117,9 +117,9 @@ def program_tree(file: str) -> ast.Module:
 
 @cache
 def _assignments(file: str) -> dict[int, tuple[ast.expr, ast.expr]]:
-    """By line of an assignment, its target and its value."""
-    found: dict[int, tuple[ast.expr, ast.expr]] = {}
-    several = set[int]()
+    """Target and value of each assignment, by its lines."""
+    parts_by_line: dict[int, tuple[ast.expr, ast.expr]] = {}
+    ambiguous = set[int]()
     for node in ast.walk(program_tree(file)):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             parts = (node.targets[0], node.value)
@@ -128,6 +128,6 @@ def _assignments(file: str) -> dict[int, tuple[ast.expr, ast.expr]]:
         else:
             continue
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-            several |= {line} & found.keys()
-            found[line] = parts
-    return {line: parts for line, parts in found.items() if line not in several}
+            ambiguous |= {line} & parts_by_line.keys()
+            parts_by_line[line] = parts
+    return {line: parts for line, parts in parts_by_line.items() if line not in ambiguous}

@@ -1,4 +1,4 @@
-"""The virtual machine of this process: its clock, its streams, its memory, as kernels and patches see them."""
+"""The virtual machine of this process: clock, streams and memory, for kernels and patches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import allocator_settings
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.host_thread import NOISE_LIMIT, HostThread
-from keepbusy.virtual.clock.order import Made
+from keepbusy.virtual.clock.order import Origin
 from keepbusy.virtual.clock.real_time import HostTime, PlaceSampler, UncountedWork
 from keepbusy.virtual.costs.device import Device
 from keepbusy.virtual.costs.operator_costs import OperatorCosts
@@ -36,7 +36,7 @@ from keepbusy.virtual.pytorch.tensors import Pages, to_host
 
 _precision = torch._C._get_fp32_precision_getter
 _NATIVE_CALL, _NATIVE_RELEASE = 3_000, 500
-"""What it takes to call an operator from Python where nothing of ours is in the way, launch apart; to free a tensor."""
+"""Nanoseconds of PyTorch itself for calling an operator from Python, without its launch, and for freeing a tensor."""
 _BATCHES, _CALLS, _PASSES = 6, 50, 4
 _FOREVER = 1 << 62
 
@@ -44,18 +44,18 @@ _FOREVER = 1 << 62
 class Current(threading.local):
     """The current device of the calling thread."""
 
-    count = 1  # of all devices; the same in every thread
+    count = 1  # how many devices there are; the same in every thread
     device = 0
 
     def change(self, device: int) -> int:
-        """Make `device` current and return the one before; a negative one changes nothing."""
+        """Make `device` current and return the previous one; a negative number changes nothing."""
         before = self.device
         if device >= 0:
             self.device = self._known(device)
         return before
 
     def index(self, device: torch.device | int | str | None) -> int:
-        """The number that PyTorch means by `device`: none, or one without a number, is the current one."""
+        """The number of a device; None, or a device without a number, is the current one."""
         number = device if device is None or isinstance(device, int) else torch.device(device).index
         return self.device if number is None or number < 0 else self._known(number)
 
@@ -69,7 +69,7 @@ CURRENT = Current()
 
 
 def _accelerator_error(text: str, code: int) -> Exception:
-    """As PyTorch raises what CUDA returns."""
+    """The exception that PyTorch raises for a CUDA error."""
     error: Exception = torch.AcceleratorError(text)
     error.error_code = code  # type: ignore[attr-defined]
     return error
@@ -77,7 +77,7 @@ def _accelerator_error(text: str, code: int) -> Exception:
 
 @cache
 def _name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`: what costs are kept by."""
+    """`float32` for `torch.float32`: the key of costs."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -88,18 +88,18 @@ class Machine(DeviceTensors):
     costs: OperatorCosts
     places: Places
     rank: int | None = None
-    """What the program's own process group calls this process; known once it has one."""
+    """The rank of this process; None until the program makes a process group."""
     alike = 1
-    """So many ranks do the same as this one, which stands for all of them."""
+    """How many equal ranks this process stands for."""
     iterations = IterationCounter(lambda: 0)
     uncounted: UncountedWork | None = None
-    """What a modelled clock leaves out."""
+    """Host work that a modelled clock leaves out."""
     compiled_eagerly = False
-    """Whether the program asked for `torch.compile`, which runs as it is written here."""
+    """Whether the program called `torch.compile`, which runs eagerly on the virtual GPU."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes: list[str] | None = []  # what the report must say; None, as in tests: a failure is raised instead
+        self.notes: list[str] | None = []  # notes for the report; None, as in tests: failures are raised instead
 
     def start(self, device: Device, devices: int, rank: int, measured: bool) -> None:
         Current.count = devices
@@ -110,7 +110,7 @@ class Machine(DeviceTensors):
         os.register_at_fork(after_in_child=self._begin)
 
     def _begin(self) -> None:
-        """A process begins with an empty clock: a forked one has its own time, and no lock that its parent holds."""
+        """Start with an empty clock. A forked process has its own time, and must not inherit a lock that is held."""
         device, rank, devices, measured = self._options
         self._sampler: PlaceSampler | None = None
         self.forward_streams = ForwardStreams()
@@ -123,11 +123,11 @@ class Machine(DeviceTensors):
         self.iterations = IterationCounter(self.clock.first_thread.moment, VIRTUAL_LIMIT)
         self.iterations.begin()
         self.places = Places(self.clock.place)
-        self._busy_lines: dict[tuple[int, int], int] = {}  # of the places of two calls, the one in between
+        self._busy_lines: dict[tuple[int, int], int] = {}  # by the places of two calls, the place between
         self.recording = None
 
     def calibrate(self) -> None:
-        """Learn what our own part of host time is, to leave it out: at a call of the dispatcher, when a tensor goes."""
+        """Measure our own share of host time, which is left out: per operator call, and per tensor that is freed."""
         options = self._options
         if not options[-1]:
             self.uncounted = UncountedWork(self.clock.first_thread)
@@ -135,7 +135,7 @@ class Machine(DeviceTensors):
             return
         quick = replace(self.device, host=replace(self.device.host, operator=0, launch=0))
         self._options = quick, *options[1:]
-        self._begin()  # on a host that costs nothing, what passes is what really passes
+        self._begin()  # with a host that costs nothing, only real time passes
         square, bias = (torch.ones(size, device="cuda", requires_grad=True) for size in ((16, 16), (16,)))
         releases = []
         for _ in range(_BATCHES):
@@ -154,19 +154,19 @@ class Machine(DeviceTensors):
         self._sampler.begin()
 
     def _time_between_operators(self, square: Tensor, bias: Tensor) -> int:
-        """In layers as a program has them: a short loop would find all of us cached."""
-        before, calls = self.clock.now(), self._calls
+        """Measured with typical layers: in a short loop all our code would be cached."""
+        before, calls_before = self.clock.now(), self._calls
         for _ in range(_PASSES):
             x = functional.layer_norm(square, (16,), bias, bias)
             x = square + functional.gelu(functional.linear(x, square, bias))
             x = functional.linear(x.view(4, 4, 16).transpose(0, 1), square)
             functional.softmax(x.reshape(4, 4, 16), -1).sum()
-        return (self.clock.now() - before) // (self._calls - calls)
+        return (self.clock.now() - before) // (self._calls - calls_before)
 
     # operators
 
     def pause(self) -> HostThread:
-        """The dispatcher called us: on the way it spent time that a GPU's kernel would not have cost."""
+        """The dispatcher called us. Stop real time, less the overhead that a GPU's kernel would not have."""
         self._calls += 1
         host = self.clock.threads.get(get_ident()) or self.clock.host()
         host.pause(self._call_overhead)
@@ -181,89 +181,89 @@ class Machine(DeviceTensors):
         return host, place
 
     def enter(self, kind: FrameKind, name: str) -> None:
-        """Something of the program's own begins: see `Clock.enter`."""
+        """A frame of the program begins: see `Clock.enter`."""
         with self.clock.host():
             self.clock.enter(kind, name, self.place())
 
     def place(self) -> int:
-        """The place of the call, once what the program did on its way there is written down."""
+        """The place of the call, after the program's work up to it is written down."""
         place = self.places.here()
         if self._sampler is not None:
             self._catch_up(self._sampler, self.clock.host(), place)
         return place
 
     def _catch_up(self, sampler: PlaceSampler, host: HostThread, place: int) -> None:
-        """Up to a call at `place`. The program was at the line of the last sample until the call. Without a sample, as
-        they are a millisecond apart, it was where it was the last time between the same two calls."""
+        """Attribute the time up to a call at `place`. The program was at the line of the last sample until the call.
+        Samples are a millisecond apart; without one, it was where it was the last time between the same two calls."""
         if not isinstance(host.real, HostTime) or get_ident() != sampler.thread:
             return
         cost, samples = sampler.take()
         host.unwritten_time -= cost
-        stretch = host.place, place
-        busy = [line for moment, line in samples if self.clock.attribute(line, host.real.at(moment))]
-        if busy:
-            self._busy_lines[stretch] = busy[-1]
-        if stretch in self._busy_lines and (busy or host.unwritten_time > NOISE_LIMIT):
-            self.clock.attribute(self._busy_lines[stretch], _FOREVER)
+        between = host.place, place
+        busy_lines = [line for moment, line in samples if self.clock.attribute(line, host.real.at(moment))]
+        if busy_lines:
+            self._busy_lines[between] = busy_lines[-1]
+        if between in self._busy_lines and (busy_lines or host.unwritten_time > NOISE_LIMIT):
+            self.clock.attribute(self._busy_lines[between], _FOREVER)
 
     def kernels(
         self, name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor], arguments: Mapping[str, Any] | None = None
     ) -> Sequence[tuple[str, int]]:
-        """What a GPU would run for an operator. `arguments`: those that its cost depends on."""
-        read = tuple((tensor.shape, _name(tensor.dtype), tensor.stride()) for tensor in inputs)
+        """The kernels that a GPU would run for an operator. `arguments`: those that its cost depends on."""
+        inputs_read = tuple((tensor.shape, _name(tensor.dtype), tensor.stride()) for tensor in inputs)
         made = tuple((tensor.shape, _name(tensor.dtype), tensor.stride()) for tensor in outputs)
-        return self.costs.kernels(name, read, made, arguments)
+        return self.costs.kernels(name, inputs_read, made, arguments)
 
     def launch(self, device: int, name: str, inputs: Any, outputs: Any, arguments: Mapping[str, Any]) -> None:
-        """Launch it, within an operator that has begun."""
+        """Launch an operator's kernels, after the operator has begun."""
         self.clock.launch(self.stream(device), self.kernels(name, inputs, outputs, arguments))
 
     def copy(
         self, device: int, size: int, direction: Direction, *, pinned: bool, non_blocking: bool, fresh: int = 0
     ) -> None:
-        """Between host and device. `fresh`: bytes of host memory that nobody has touched yet."""
+        """A copy between host and device. `fresh`: bytes of host memory that were never touched."""
         self.clock.copy(self.stream(device), direction, size, pinned, non_blocking, fresh)
 
     def read_clock(self) -> tuple[int, bool]:
-        """The program reads its clock: the time of the calling thread, and whether the clock knows that thread; of
-        another one, which has nothing to do with the device, the time of the first."""
+        """The program reads its clock. Returns the time of the calling thread, and whether the clock knows that thread;
+        an unknown thread, which does not use the device, gets the time of the first one."""
         if get_ident() not in self.clock.threads:
             return self.clock.first_thread.now, False
         with self.clock.host():
             return self.clock.read(self.place()), True
 
     def end(self) -> None:
-        """The program is at its end: what it did last is a part of the run, and how Python is left is none."""
+        """The program ends. Its last work belongs to the run; leaving Python does not."""
         self.read_clock()
         self.clock.pause()
 
     def peek(self, read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """What a function makes of a tensor as the host sees it: nothing is copied, and no time passes."""
+        """The result of a function on the tensor's values. Nothing is copied, and no time passes."""
         with self.clock.host():
-            seen = getattr(tensor, "_local_tensor", tensor)  # of a distributed one, this rank's part
-            return read(to_host(seen.data) if seen.is_cuda else seen)
+            own = getattr(tensor, "_local_tensor", tensor)  # this rank's part of a distributed tensor
+            return read(to_host(own.data) if own.is_cuda else own)
 
-    def made_here(self) -> Made:
-        """A stream or an event is made: where, for the names that the program gives them."""
+    def origin_here(self) -> Origin:
+        """The place where a stream or an event is made, by which its name in the program is found."""
         with self.clock.host():
-            return self.clock.order.make(self.places.here())
+            return self.clock.order.new_origin(self.places.here())
 
     def timeline(self, **facts: Any) -> Timeline:
-        """The run so far, with its tree of loops where it used a device. `facts` join those that are known here."""
-        whole = self.clock.timeline(**{**self.facts(), **facts})
-        whole = whole.change(lanes=FoundRaces(self.clock, self.places.lines).named(whole.lanes))
-        if not whole.on_device.any():
-            return whole
+        """The run so far, with its loops if it used a device. `facts` are added to those known here."""
+        timeline = self.clock.timeline(**{**self.facts(), **facts})
+        timeline = timeline.change(lanes=FoundRaces(self.clock, self.places.lines).named(timeline.lanes))
+        if not timeline.on_device.any():
+            return timeline
         lines, lane, counted = self.places.lines, self.clock.first_thread.lane, self.iterations.counted
         evidence = LoopEvidence(lines, lane, counted, self.clock.queues.wires, self.clock.rows.announced)
-        return with_loops(whole, evidence)
+        return with_loops(timeline, evidence)
 
     def races(self) -> tuple[DataRace, ...]:
-        """Uses of memory that nothing orders, so far."""
+        """The data races so far."""
         return FoundRaces(self.clock, self.places.lines).all(self.memory.accesses)
 
     def facts(self) -> dict[str, Any]:
-        """As `RunFacts` has them."""
+        """Values of `RunFacts`."""
         return {
             "torch": torch.__version__,
             "allocator": allocator_settings(),
@@ -282,7 +282,7 @@ MACHINE = Machine()
 
 
 class DeviceCall:
-    """What happens within stands in the timeline by the name of a call, at the program's line that called."""
+    """What happens within is shown in the timeline under the name of a call, at the program's line."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -11,8 +11,8 @@ class Block:
     """A part of a segment. Free ones lie in their pool's list."""
 
     __slots__ = (
-        "address", "after", "before", "device", "free", "pool", "requested", "size", "stream", "users", "uses",
-        "went_back",
+        "address", "after", "allocated_in_backward", "before", "device", "free", "pool", "requested", "size", "stream",
+        "users", "uses",
     )  # fmt: skip
 
     def __init__(self, device: int, stream: int, address: int, size: int, pool: Pool) -> None:
@@ -21,9 +21,9 @@ class Block:
         self.free = True
         self.before: Block | None = None
         self.after: Block | None = None
-        self.users: set[int] | None = None  # other streams that use it, as `record_stream` said
+        self.users: set[int] | None = None  # other streams that use it, by `record_stream`
         self.uses: list[Use] = []  # see `Accesses`
-        self.went_back = False  # whether it was taken within a backward pass, as gradients are
+        self.allocated_in_backward = False  # as gradients are
 
     @property
     def split(self) -> bool:
@@ -38,7 +38,7 @@ class Pool:
         self._free: dict[int, list[tuple[int, int, Block]]] = {}
 
     def take(self, stream: int, size: int) -> Block | None:
-        """The smallest that is large enough."""
+        """The smallest block that is large enough."""
         blocks = self._free.get(stream)
         if not blocks:
             return None
@@ -53,7 +53,7 @@ class Pool:
         del blocks[bisect_left(blocks, (block.size, block.address))]
 
     def blocks(self, split: bool) -> list[Block]:
-        """Those that are a part of a segment in use, or those that are whole segments."""
+        """Free parts of segments in use (`split`), or free whole segments."""
         return [block for blocks in self._free.values() for _, _, block in blocks if block.split == split]
 
 
@@ -62,5 +62,5 @@ class Pools:
 
     def __init__(self) -> None:
         self.small, self.large = Pool(small=True), Pool(small=False)
-        self.graphs = 0  # that may still be replayed
+        self.graphs = 0  # how many graphs may still be replayed
         self.segments = 0

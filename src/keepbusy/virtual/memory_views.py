@@ -1,4 +1,4 @@
-"""Which bytes a tensor has and a command uses, and whether two share some: views of one memory may interleave."""
+"""Which bytes a tensor covers, and whether two uses share some: views of the same memory may interleave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_ELEMENTS = 1 << 18
 
 
 class View(NamedTuple):
-    """Where the elements of a tensor lie that has gaps between them."""
+    """Where the elements of a tensor with gaps lie."""
 
     dimensions: tuple[tuple[int, int], ...]  # the length and the stride of each, the longest stride first
     item_size: int  # bytes an element
@@ -31,8 +31,8 @@ class View(NamedTuple):
 class Extent(NamedTuple):
     """The bytes of a tensor."""
 
-    low: int  # its first byte, and the one behind its last
-    high: int
+    low: int  # its first byte
+    high: int  # the byte after its last
     view: View | None = None  # None for memory without gaps
 
     @classmethod
@@ -52,7 +52,7 @@ class Extent(NamedTuple):
         return self == other or (self.view is None and self.low <= other.low and other.high <= self.high)
 
     def shares_bytes(self, other: Extent) -> bool:
-        """Whether any byte is in both, if their ranges overlap; False, too, where nobody knows."""
+        """Whether two overlapping ranges share a byte; False where the views are too large to compare."""
         if self.view is None and other.view is None:
             return True
         if any(view is not None and view.elements > _MOST_ELEMENTS for view in (self.view, other.view)):
@@ -74,17 +74,17 @@ class Extent(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One command's, or the host's, reading or writing of memory."""
+    """A command, or the host, reads or writes memory."""
 
     extent: Extent
     command: Command
     writes: bool
-    is_partial: bool = False  # of rows that an index chooses: which ones, nobody knows
-    is_kept: bool = False  # within a backward pass, whose engine keeps gradients until all streams are done with them
+    is_partial: bool = False  # only rows that an index chooses; which ones is not known
+    in_backward: bool = False  # the engine keeps gradients until all streams are done with them
     is_freed: bool = False  # whether the memory was given back since
 
     def conflicts_with(self, other: Use) -> bool:
-        """Whether their order matters, as far as their ranges tell."""
+        """Whether their order matters, judged by their ranges."""
         overlap = self.extent.low < other.extent.high and other.extent.low < self.extent.high
         return overlap and (self.writes or other.writes) and not (self.is_partial and other.is_partial)
 

@@ -1,7 +1,7 @@
-"""Random states as a GPU has them: a seed and an offset in sixteen bytes, and each draw a function of both.
+"""Random states of a GPU: a seed and an offset in sixteen bytes; each draw is a function of both.
 
-Programs take them apart: ranks that share a tensor draw each its part of it by an offset of its own. The host's
-generator has another kind of state; before each draw it is seeded anew from these two numbers.
+Programs read the two numbers: ranks that share a tensor draw their parts of it with offsets of their own. The host's
+generator has another kind of state, so before each draw it is seeded from these two numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch._C import Generator as HostGenerator
 
 _SIZE, WORD = 16, 1 << 64
 STEP = 4
-"""Numbers that one draw of a GPU's generator gives: offsets are multiples of it."""
+"""How many numbers a draw of a GPU's generator gives; offsets are multiples of it."""
 
 
 class RandomState:
@@ -24,11 +24,11 @@ class RandomState:
 
 
 STATES: dict[int, RandomState] = {}
-"""By the address of what is behind a generator: the dispatcher makes a new Python object on its way."""
+"""By the address of the C++ generator, since the dispatcher makes new Python objects for it."""
 
 
 def state_of(generator: Any) -> Tensor:
-    """As the program sees it; a generator of the host has the host's."""
+    """The packed state of a device's generator; a host generator returns its own kind of state."""
     state = STATES.get(generator._cdata)
     if state is None:
         return HostGenerator.get_state(generator)
@@ -45,18 +45,18 @@ def put_state(generator: Any, packed: Tensor) -> None:
         raise TypeError("RNG state must be a torch.ByteTensor")
     if packed.numel() != _SIZE:
         raise RuntimeError("RNG state is wrong size")
-    whole = bytes(packed.tolist())
-    state.seed, state.offset = (int.from_bytes(part, "little") for part in (whole[:8], whole[8:]))
+    packed_bytes = bytes(packed.tolist())
+    state.seed, state.offset = (int.from_bytes(part, "little") for part in (packed_bytes[:8], packed_bytes[8:]))
 
 
 def seed_host(generator: Any, state: RandomState) -> None:
-    """What the host's part of a generator draws next follows from its seed and its offset, which moves on."""
+    """Seed the host's part of a generator from its seed and offset, and advance the offset."""
     HostGenerator.manual_seed(generator, _mixed(state.seed + _mixed(state.offset)))
     state.offset += STEP
 
 
 def _mixed(number: int) -> int:
-    """Numbers that lie close together, far apart (splitmix64)."""
+    """A hash that separates close numbers (splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) % WORD
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 % WORD
     number = (number ^ number >> 27) * 0x94D049BB133111EB % WORD

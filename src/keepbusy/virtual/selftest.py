@@ -1,8 +1,8 @@
-"""May this build of PyTorch carry the virtual GPU? Tried in a child process first, once for each build.
+"""Tests in a child process whether the virtual GPU works with this build of PyTorch, once for each build.
 
-A wrong vtable can at worst end the child, which runs `selftest_child`. Its verdict is kept in the user's cache: a
-success for as long as PyTorch, Python and keepbusy are the same; a failure for a day at most and in the same
-environment, for the reason may lie elsewhere. Nothing is patched in a process that knows of no success.
+A wrong vtable can at worst crash the child, which runs `selftest_child`. Its verdict is kept in the user's cache: a
+success while PyTorch, Python and keepbusy stay the same, a failure for at most a day and in the same environment,
+since its reason may be elsewhere. No process is patched before a success is known.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from keepbusy.timeline.files import BadInput, write_whole
 
 _WORKS = "PyTorch 2.9 and newer works, on 64-bit Linux"
 PATIENCE = 120
-"""Seconds. A good child takes five; one that hangs is as bad as one that crashes."""
+"""Seconds. A working child takes five; one that hangs counts as a failure."""
 LATE = f"not done after {PATIENCE} s: it hangs, or the machine is busy"
 DAY = 86_400
 """Seconds for which a failure is believed."""
 _LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so", "libc10_cuda.so", "libtorch_cuda.so")
 _NOT_FOR_THE_CHILD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KEEPBUSY_RUN")
 _VARIABLES = ("LD_", "PYTHON", "TORCH", "PYTORCH", "CUDA", "MALLOC", "GLIBC", "OMP_", "MKL_")
-"""How the variables begin that the child may depend on."""
+"""Prefixes of environment variables that may change the child's result."""
 
 
 class Verdict(NamedTuple):
-    """What the trial showed."""
+    """The result of a trial."""
 
     good: bool
     stages: list[str]
@@ -52,8 +52,8 @@ def check(now: Callable[[], float] = time) -> None:
     verdict = _cached(place, now())
     if verdict is None:
         verdict = try_out()._replace(when=now(), environment=_environment())
-        if verdict.why != LATE:  # a busy machine says nothing of PyTorch
-            with suppress(OSError):  # a home that cannot be written costs the trial each time, and nothing else
+        if verdict.why != LATE:  # a busy machine says nothing about PyTorch
+            with suppress(OSError):  # without a writable home directory the trial runs each time
                 place.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(place, json.dumps(verdict._asdict()), durable=False)
     if not verdict.good:
@@ -65,39 +65,39 @@ def check(now: Callable[[], float] = time) -> None:
 
 
 def _torch() -> Path:
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
         raise BadInput(f"PyTorch is not installed here, and `keepbusy run` needs it; {_WORKS}.")
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         raise BadInput(f"the virtual GPU runs on 64-bit Linux alone, and this is {sys.platform}; {_WORKS}.")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def version(root: Path) -> str:
-    """As PyTorch's version.py has it, without importing it."""
+    """PyTorch's version, read from its version.py without importing it."""
     text = (root / "version.py").read_text("utf-8")
-    found = re.search(r"""^__version__\s*=\s*['"]([^'"]+)['"]""", text, re.MULTILINE)
-    return found[1] if found else "of an unknown version"
+    match = re.search(r"""^__version__\s*=\s*['"]([^'"]+)['"]""", text, re.MULTILINE)
+    return match[1] if match else "of an unknown version"
 
 
 def _cached(place: Path, now: float) -> Verdict | None:
     try:
         verdict = Verdict(**json.loads(place.read_text(encoding="utf-8")))
-        fresh = 0 <= now - verdict.when < DAY and verdict.environment == _environment()
-        return verdict if verdict.good or fresh else None
+        is_fresh = 0 <= now - verdict.when < DAY and verdict.environment == _environment()
+        return verdict if verdict.good or is_fresh else None
     except (OSError, ValueError, TypeError):
         return None
 
 
 def _place(root: Path) -> Path:
-    """A file for each build of PyTorch and of Python, and for each version of what we do to them."""
+    """The cache file for this build of PyTorch, of Python, and of the code that patches them."""
     digest = hashlib.sha256((root / "version.py").read_bytes())
     digest.update(repr((sys.version, platform.libc_ver(), platform.machine())).encode())
     headers = (root / "include" / header for header in ("ATen/detail", "c10/core/impl"))
     for path in (*(root / "lib" / name for name in _LIBRARIES), *headers):
         if path.exists():
-            about = path.stat()
-            digest.update(f"{path.name} {about.st_size} {about.st_mtime_ns}".encode())
+            status = path.stat()
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
     for path in sorted(file for kind in ("*.py", "*.toml") for file in Path(__file__).parent.rglob(kind)):
         digest.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -110,7 +110,7 @@ def _environment() -> str:
 
 
 def try_out() -> Verdict:
-    """Bring everything up in a child, stage by stage."""
+    """Start the virtual GPU in a child process, stage by stage."""
     reading, writing = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-m", "keepbusy.virtual.selftest_child", str(writing)],

@@ -1,4 +1,4 @@
-"""The child of the self-test: brings the virtual GPU up stage by stage, and tells a pipe how far it got.
+"""The child of the self-test: starts the virtual GPU stage by stage, and writes each finished stage to a pipe.
 
 python -m keepbusy.virtual.selftest_child PIPE
 """
@@ -29,7 +29,7 @@ def main(pipe: int) -> None:
 
 def _layout() -> None:
     _must(len(slots(HOOKS)) > 20 and len(slots(GUARD)) > 10, "the headers declare too little")
-    timer_keys()  # raises where the map of DDP's timers is laid out otherwise
+    timer_keys()  # raises if the map of DDP's timers has another layout
 
 
 def _bring_up() -> None:
@@ -88,7 +88,7 @@ def _pinned() -> None:
 
 
 def _natives() -> None:
-    """On a CUDA build, no native kernel may be left where a program could reach it."""
+    """On a CUDA build, a program must not reach native kernels."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     dumps = {name: torch._C._dispatch_dump(name) for name in names if name.startswith("aten::")}
     reachable = [name for name, dump in dumps.items() if re.search(r"^CUDA:.*RegisterCUDA", dump, re.MULTILINE)]

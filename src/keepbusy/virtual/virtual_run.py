@@ -1,4 +1,4 @@
-"""A whole run on the virtual GPU: what `keepbusy run` asks for, and the timeline that comes of it."""
+"""A whole run on the virtual GPU: its options, and the timeline that comes of it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from keepbusy.virtual.pytorch.tensors import VALUES
 
 @dataclass(frozen=True)
 class Options:
-    """How to run a program that asks for a GPU."""
+    """How to run a program on the virtual GPU."""
 
     on: str = "h200"  # a device file's name, or a path to one
     devices: int = 1
-    measured: bool = True  # whether the time the host takes is real, or modelled
-    values: bool = True  # whether anything is computed
+    measured: bool = True  # whether host time is measured or modelled
+    values: bool = True  # whether values are computed
     script_clocks: bool = True  # whether the program's own clocks follow the virtual one
-    alike: int = 1  # ranks that do the same, for which this one stands
+    alike: int = 1  # how many equal ranks this process stands for
     one_generator: bool = os.environ.get("KEEPBUSY_ONE_GENERATOR") == "1"
-    """For comparing with a run on the CPU: the devices draw from the host's random numbers."""
+    """The devices draw from the host's generator, so that results can be compared with a run on the CPU."""
 
 
 def start(options: Options, rank: int = 0, spawned_into: RunFolder | None = None) -> Callable[..., Timeline]:
-    """Give this process its virtual GPUs. What it returns gives the timeline so far, with facts to add to it.
+    """Give this process its virtual GPUs. Returns a function that gives the timeline so far, with facts to add.
 
-    Ranks that the program spawns leave theirs in a folder, which may be given, and then replace that of this process.
+    Ranks that the program spawns leave their timelines in a folder, `spawned_into`; these replace that of this process.
     """
     timeline, folder = _begin(options, rank), spawned_into or RunFolder()
     follow(be_child, {**asdict(options), "run_folder": lambda: str(folder.path())})
@@ -53,14 +53,14 @@ def start(options: Options, rank: int = 0, spawned_into: RunFolder | None = None
 
 
 def be_child(run_folder: str, **options: Any) -> None:
-    """A process that the program spawned has the same virtual GPUs, and leaves its timeline in a folder."""
+    """A spawned process gets the same virtual GPUs, and leaves its timeline in a folder when it ends."""
     timeline = _begin(Options(**options))
-    Finalize(None, _leave, (timeline, Path(run_folder)), exitpriority=0)  # however it ends by itself
+    Finalize(None, _leave, (timeline, Path(run_folder)), exitpriority=0)  # unless it is killed
     follow(be_child, {**options, "run_folder": run_folder})
 
 
 def _leave(timeline: Callable[[], Timeline], folder: Path) -> None:
-    """One that joined no process group is no rank, and what it did belongs to no step of the others."""
+    """Save the timeline of a rank. A process without a process group is no rank, and takes part in no step."""
     rank = MACHINE.rank
     if rank is not None and folder.is_dir():
         run = timeline()
@@ -74,7 +74,7 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     devices = options.devices
     if options.alike > 1:
         devices = max(devices, min(options.alike, device.wire.devices))
-        # what torchrun would tell the first of so many ranks
+        # as torchrun would set them for the first rank
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(options.alike)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(devices), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     bring_up(device, devices, rank, options)
@@ -82,7 +82,7 @@ def _begin(options: Options, rank: int = 0) -> Callable[..., Timeline]:
     clocks = ScriptClocks(MACHINE.read_clock) if options.script_clocks else None
 
     def timeline(**facts: Any) -> Timeline:
-        MACHINE.read_clock()  # what the program did since its last operator is a part of the run
+        MACHINE.read_clock()  # the work since the last operator is a part of the run
         notes = MACHINE.facts()["notes"]
         if clocks is not None and clocks.readings:
             notes += (NOTE,)
@@ -96,15 +96,15 @@ _started: list[bool] = []
 
 
 def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
-    """From now on this process has `devices` GPUs. There is no way back: who starts it wants it until the end."""
+    """Give this process `devices` GPUs, until it ends."""
     if _started:
         return
-    # only now, since `selftest.check` said that this PyTorch can carry it
+    # only after `selftest.check` has passed
     from keepbusy.virtual.cpp_hooks import replace_guard, replace_hooks
     from keepbusy.virtual.pytorch import cuda_api, host_side, operators, process_group, randomness, tensor_types
 
     _started.append(True)
-    if options.values:  # let the C library keep what is freed: giving it back takes time that no GPU would have taken
+    if options.values:  # let the C library keep freed memory: giving it back takes time that a GPU would not take
         library, mmap_threshold, trim_threshold = ctypes.CDLL(None), -3, -1
         library.mallopt(mmap_threshold, 1 << 30)
         library.mallopt(trim_threshold, -1)
@@ -114,7 +114,7 @@ def bring_up(device: Device, devices: int, rank: int, options: Options) -> None:
         atexit.register(undo)
     cuda_api.patch()
     host_side.patch(_PATCHES, options.measured)
-    tensor_types.patch(_PATCHES)  # around what works on the host
+    tensor_types.patch(_PATCHES)  # around the patches of host_side
     operators.register()
     operators.refuse_triton(_PATCHES)
     process_group.patch()

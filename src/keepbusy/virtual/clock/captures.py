@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from keepbusy.timeline.model import NEVER, NONE
 from keepbusy.virtual.clock.order import Reached
 
-# What CUDA says of a capture, and its numbers for that.
+# CUDA's errors about captures: number and text.
 INVALID = 1, "invalid argument"
 ILLEGAL = 401, "the operation cannot be performed in the present state"
 UNSUPPORTED = 900, "operation not permitted when stream is capturing"
@@ -24,7 +24,7 @@ _numbers = count(1)
 
 
 class CaptureError(RuntimeError):
-    """One of these."""
+    """An error of CUDA about a capture."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -32,7 +32,7 @@ class CaptureError(RuntimeError):
 
 
 class Node(NamedTuple):
-    """A command: launched now, or captured, to run at each replay."""
+    """A command: launched now, or captured to run at each replay."""
 
     stream: int
     kind: int
@@ -40,61 +40,62 @@ class Node(NamedTuple):
     work: int
     size: int = 0
     group: int = NONE
-    last_arrival: Callable[[int], int] | None = None  # of a collective: asks the other ranks, as in `Clock.collective`
-    after: tuple[tuple[int, int], ...] = ()  # other streams, and how many of their commands come before
+    last_arrival: Callable[[int], int] | None = None  # of a collective, see `Clock.collective`
+    after: tuple[tuple[int, int], ...] = ()  # other streams, and how many of their commands precede it
     direction: int = 0
     pinned: int = NONE
 
 
 class Graph:
-    """Commands in the order in which they were captured; at replay those of each stream run one after the other."""
+    """Commands in the order of their capture; at a replay those of each stream run in order."""
 
     def __init__(self, origin: int = NONE, mode: str = "global", thread: int = 0) -> None:
         self.origin, self.mode, self.thread = origin, mode, thread
         self.nodes: list[Node] = []
         self.failed = False
         self.marks = [f"Graph#{next(_numbers)}"]
-        """What each replay begins, if those are the run's steps: also what began while it was captured, as an
-        optimizer's step. So iterations count alike, replayed or, with a last batch of another shape, not."""
-        self._done = {origin: {origin: 0}}  # of each of its streams: how many commands of each come before its next one
-        self._known: dict[int, dict[int, int]] = {}  # the same, before its last one
+        """Marks of steps that each replay sets, also those set during the capture, such as an optimizer's step. So
+        iterations count the same whether replayed or, as a last batch of another shape, run eagerly."""
+        self._before_next = {origin: {origin: 0}}  # by stream: how many commands of each stream precede its next one
+        self._before_last: dict[int, dict[int, int]] = {}  # and its last one
 
     def add(self, node: Node) -> None:
         """Its stream's next command."""
-        done, known = self._done[node.stream], self._known.get(node.stream, {})
-        after = (pair for pair in done.items() if pair[0] != node.stream and pair[1] > known.get(pair[0], 0))
+        counts, before_last = self._before_next[node.stream], self._before_last.get(node.stream, {})
+        after = (pair for pair in counts.items() if pair[0] != node.stream and pair[1] > before_last.get(pair[0], 0))
         self.nodes.append(node._replace(after=tuple(after)))
-        self._known[node.stream] = dict(done)
-        done[node.stream] += 1
+        self._before_last[node.stream] = dict(counts)
+        counts[node.stream] += 1
 
     def reached(self, stream: int) -> dict[int, int]:
         """How many commands of each stream come before what the stream runs next."""
-        return dict(self._done[stream])
+        return dict(self._before_next[stream])
 
     def join(self, stream: int, reached: Mapping[int, int]) -> None:
-        """What the stream runs next comes after those, too."""
-        done = self._done.setdefault(stream, {stream: 0})
+        """The stream's next command comes after those reached, too."""
+        counts = self._before_next.setdefault(stream, {stream: 0})
         for other, commands in reached.items():
-            done[other] = max(done.get(other, 0), commands)
+            counts[other] = max(counts.get(other, 0), commands)
 
     def streams(self) -> list[int]:
-        """Those with commands, the first one's first."""
-        return list(self._known)
+        """Streams with commands, in the order of their first commands."""
+        return list(self._before_last)
 
     def open_branches(self) -> list[int]:
-        """Streams whose last command nothing waits for in the stream of the first one."""
-        main, *others = self._known
-        return [stream for stream in others if self._known[main].get(stream, 0) < self._done[stream][stream]]
+        """Streams whose last command the main stream, that of the first command, does not wait for."""
+        main, *others = self._before_last
+        waited_for = self._before_last[main]
+        return [stream for stream in others if waited_for.get(stream, 0) < self._before_next[stream][stream]]
 
     @property
     def joined(self) -> bool:
         """Whether everything comes before what its first stream would run next."""
-        at_origin = self._done[self.origin]
-        return all(at_origin.get(stream, 0) == done[stream] for stream, done in self._done.items())
+        at_origin = self._before_next[self.origin]
+        return all(at_origin.get(stream, 0) == counts[stream] for stream, counts in self._before_next.items())
 
 
 Awaited: TypeAlias = Mapping[int, tuple[int, int]]
-"""By lane, the latest command that is waited for: row and end. What comes before it in its lane ends first."""
+"""By lane, row and end of the latest command that is waited for; earlier ones in its lane end first."""
 _NOTHING: Awaited = MappingProxyType({})
 
 
@@ -106,18 +107,18 @@ class Moment(NamedTuple):
     awaited: Awaited = _NOTHING  # the commands that it waits for
     graph: Graph | None = None  # the capture that it belongs to
     reached: Mapping[int, int] = MappingProxyType({})  # how many of its commands come before
-    order: Reached = MappingProxyType({})  # what comes before it, whatever the clock says
+    order: Reached = MappingProxyType({})  # see `StreamOrder`
 
 
 BEGINNING = Moment(NEVER, NEVER)
-"""What an event holds that was never recorded: nobody waits for it."""
+"""The moment of an event that was never recorded; waiting for it takes no time."""
 
 
 class Captures(dict[int, Graph]):
-    """The graph that each stream is being captured into, with the clock's lock held."""
+    """The graph that each capturing stream records into. Used with the clock's lock held."""
 
     raises: Callable[[str, int], Exception] = CaptureError
-    """Makes what is raised where CUDA would return an error of this text and number."""
+    """Makes the exception for a CUDA error of this text and number."""
 
     def begin(self, stream: int, mode: str) -> None:
         self.refuse("cudaStreamBeginCapture", self.get(stream), unsafe=False)
@@ -126,7 +127,7 @@ class Captures(dict[int, Graph]):
         self[stream] = Graph(stream, mode, get_ident())
 
     def end(self, stream: int) -> Graph:
-        """Also of the streams that joined. Raises if the capture is not whole, and it has ended all the same."""
+        """End the capture, also for the streams that joined. Raises if it failed; it has ended all the same."""
         if stream not in self:
             raise self._error(ILLEGAL, "cudaStreamEndCapture")
         graph = self[stream]
@@ -137,14 +138,14 @@ class Captures(dict[int, Graph]):
         return graph
 
     def of(self, stream: int) -> Graph | None:
-        """The capture that a stream takes part in, if any; after an error it takes nothing more."""
+        """The capture that a stream takes part in, if any. Raises if it has failed."""
         graph = self.get(stream)
         if graph is not None and graph.failed:
             raise self._error(INVALIDATED)
         return graph
 
     def join(self, stream: int, moment: Moment) -> None:
-        """The stream takes part in the capture that the moment belongs to; nothing else may be waited for in one."""
+        """The stream joins the capture that the moment belongs to. A capture may wait for nothing else."""
         self.use_event("cudaStreamWaitEvent", moment, unsafe=False)
         joined = self.get(stream)
         if moment.graph is None or joined not in (None, moment.graph):
@@ -155,21 +156,21 @@ class Captures(dict[int, Graph]):
         moment.graph.join(stream, moment.reached)
 
     def refuse(self, call: str, *graphs: Graph | None, unsafe: bool = True) -> None:
-        """Refuse a call that touches these captures, or that a capture forbids anywhere: then it is `unsafe`."""
+        """Refuse a call that touches these captures. A call that no capture permits anywhere is `unsafe`."""
         if not self:
             return
-        broken = {graph for graph in graphs if graph is not None}
+        refused = {graph for graph in graphs if graph is not None}
         if unsafe:
-            # unsafe calls of a thread break a capture, whatever stream they are for
+            # unsafe calls of a thread invalidate a capture, for whatever stream they are
             own = ("thread_local", get_ident())
-            broken |= {graph for graph in self.values() if graph.mode == "global" or (graph.mode, graph.thread) == own}
-        for graph in broken:
+            refused |= {graph for graph in self.values() if graph.mode == "global" or (graph.mode, graph.thread) == own}
+        for graph in refused:
             graph.failed = True
-        if broken:
+        if refused:
             raise self._error(UNSUPPORTED, call)
 
     def use_event(self, call: str, moment: Moment, unsafe: bool = True) -> None:
-        """An event of a capture may not be asked for, and after the capture it may not be used at all."""
+        """Refuse to query a captured event, and any use of it after the capture."""
         if moment.graph is not None and moment.graph not in self.values():
             raise self._error(INVALID, call)
         if unsafe and moment.graph is not None:
@@ -178,6 +179,6 @@ class Captures(dict[int, Graph]):
         if unsafe:
             self.refuse(call)
 
-    def _error(self, what: tuple[int, str], call: str = "") -> Exception:
-        code, text = what
+    def _error(self, error: tuple[int, str], call: str = "") -> Exception:
+        code, text = error
         return self.raises(f"CUDA error: {text}" + (f"\nThe call was {call}." if call else ""), code)

@@ -1,11 +1,10 @@
 """The virtual device: in-order streams, copy engines, events and syncs on a clock of its own.
 
-Its rules are those of `timeline/replay.py`, applied while the program runs: a launch enqueues a
-command and returns; the command starts once its stream is free and whatever it waits for has
-ended; a queue that is full holds the next launch up; a sync returns when the device has caught up.
-So what it writes down replays to itself; whoever changes a rule here changes it there. Times are
-nanoseconds. Streams are known by their number in the timeline's lanes. Every call is safe from
-several threads, and none of them sleeps.
+Its rules are those of `timeline/replay.py`, applied while the program runs: a launch enqueues a command and returns;
+the command starts once its stream is free and whatever it waits for has ended; a full queue delays the next launch; a
+sync returns when the device has caught up. So the timeline replays to itself; a rule that changes here must change
+there, too. Times are nanoseconds. A stream's number is that of its lane in the timeline. Every call is safe from
+several threads, and none sleeps.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ _PEER_COPY = "Memcpy PtoP (Device -> Device)"
 
 
 class Clock(HostClock):
-    """One process's view of its devices, a method for each call of CUDA's, and the timeline that it writes of them."""
+    """The devices of one process, with a method for each call of CUDA, and the timeline of all calls."""
 
     def __init__(self, device: Device, rank: int = 0, real: Callable[[], Callable[[], int]] | None = None) -> None:
         super().__init__(device, rank, real)
         self.queues = DeviceQueues(device, rank, self.rows)
         self.order = StreamOrder()
         self._limits = device.queue
-        self._groups: dict[int, int] = {}  # how many ranks are members
+        self._groups: dict[int, int] = {}  # number of ranks by group
 
     @property
     def launched(self) -> bool:
-        """Whether a device was ever given anything to do."""
+        """Whether anything was launched on a device."""
         return any(queue.last != NONE for queue in self.queues.streams.values())
 
     def default_stream(self, device: int = 0) -> int:
-        """The stream that a device's work goes to unless told otherwise."""
+        """The stream of work that names no other."""
         with self.lock:
             return self.queues.default_stream(device)
 
@@ -58,7 +57,7 @@ class Clock(HostClock):
     def operator(self, name: str, place: int, stream: int, kernels: Sequence[tuple[str, int]]) -> None:
         """`begin`, `launch` and `end` at once, for an operator that only launches kernels, while the thread is paused.
 
-        The usual one launches one kernel that only its stream holds up, and has a quicker way.
+        The usual operator launches one kernel that only its stream delays; for it there is a shorter path.
         """
         host, queue, rows = self.threads[get_ident()], self.queues.streams[stream], self.rows
         with self.lock:
@@ -84,12 +83,12 @@ class Clock(HostClock):
                 host.work_modelled_time()
                 for kernel, lasting in kernels:
                     self._launch(host, queue, kernel, lasting)
-            finally:  # a capture that has failed refuses them
+            finally:  # a failed capture refuses kernels
                 rows.close(host.frame, host.now)
                 host.frame = outer
 
     def launch(self, stream: int, kernels: Iterable[tuple[str, int]]) -> None:
-        """What an operator launches: kernels by name and work, a launch each."""
+        """The kernels of an operator, by name and work, with a launch each."""
         with self.lock:
             host, queue = self._arrive(), self.queues.streams[stream]
             for name, work in kernels:
@@ -101,7 +100,7 @@ class Clock(HostClock):
     ) -> int:  # fmt: skip
         """This rank's part of a collective: it ends `wire` after the last rank has arrived.
 
-        `last_arrival`: asks the other ranks; given when this part could begin, it returns when the last one could.
+        `last_arrival`: given when this rank's part could begin, returns when that of the last rank could.
         """
         with self.lock:
             host, queue, cost = self._arrive(), self.queues.streams[stream], self.device.host.collective
@@ -117,26 +116,27 @@ class Clock(HostClock):
         self, stream: int, direction: Direction, size: int, pinned: bool = False, non_blocking: bool = False,
         fresh: int = 0,
     ) -> None:  # fmt: skip
-        """Bytes between host and device. The host waits for them, unless the copy is `non_blocking` and its memory
-        pinned, or the driver can stage them. `fresh`: how many go to host memory that was never touched."""
+        """A copy between host and device. The host waits for it, unless it is `non_blocking` and either pinned or small
+        enough for the driver to stage. `fresh`: bytes that go to host memory that was never touched."""
         with self.lock:
             host, queue = self._arrive(), self.queues.streams[stream]
-            way = self.device.copies.copy(direction, size, pinned, fresh)
-            node = Node(stream, _COPY, way.name, way.work, size)
-            graph, blocks = self.captures.of(stream), not (non_blocking and way.returns)
+            copy = self.device.copies.copy(direction, size, pinned, fresh)
+            node = Node(stream, _COPY, copy.name, copy.work, size)
+            graph, blocks = self.captures.of(stream), not (non_blocking and copy.returns)
             waits_in = "cudaMemcpyAsync" if non_blocking else "cudaStreamSynchronize"
             if blocks:
                 self.captures.refuse(waits_in if graph else "cudaStreamSynchronize", graph)
             if graph is not None:
-                self._capture(host, way.call, node)
+                self._capture(host, copy.call, node)
                 return
-            self.queues.copy(queue, self._call(host, queue, "cudaMemcpyAsync", way.call), node, direction, way)
+            launch = self._call(host, queue, "cudaMemcpyAsync", copy.call)
+            self.queues.copy(queue, launch, node, direction, copy.pinned)
             if blocks:
                 self._sync(host, waits_in, stream, queue.tail)
-                self.order.host_waits(self.order.at(stream))
+                self.order.host_waits(self.order.reached(stream))
 
     def copy_to_peer(self, source: int, target: int, size: int) -> None:
-        """From one device to another: in the order of both streams."""
+        """A copy from one device to another, in the order of both streams."""
         with self.lock:
             host, queue, other = self._arrive(), self.queues.streams[source], self.queues.streams[target]
             node = Node(source, _COPY, _PEER_COPY, self.device.wire.time(size), size)
@@ -144,8 +144,8 @@ class Clock(HostClock):
                 self._capture(host, 0, node)
                 return
             launch = self._call(host, queue, "cudaMemcpyPeerAsync", self.device.host.launch)
-            self.order.stream_waits(source, self.order.at(target))
-            self.order.stream_waits(target, self.order.at(source))
+            self.order.stream_waits(source, self.order.reached(target))
+            self.order.stream_waits(target, self.order.reached(source))
             queue.wait_for(other.pending())
             row = self.queues.add(queue, launch, node._replace(direction=int(Direction.DEVICE_TO_DEVICE)))
             other.wait_for({source: (row, queue.tail)})
@@ -153,17 +153,17 @@ class Clock(HostClock):
     # events
 
     def record(self, stream: int) -> Moment:
-        """Where the stream is now: what an event holds once it is recorded."""
+        """The stream's present position, which a recorded event holds."""
         with self.lock:
             host, queue, graph = self._arrive(), self.queues.streams[stream], self.captures.of(stream)
             host.modelled_time += self.device.host.event
             until = queue.until()
             passed = max(until, host.now + host.modelled_time + self._limits.latency)
             captured = graph.reached(stream) if graph else {}
-            return Moment(passed, until, queue.pending(), graph, captured, self.order.at(stream))
+            return Moment(passed, until, queue.pending(), graph, captured, self.order.reached(stream))
 
     def wait(self, stream: int, moment: Moment) -> None:
-        """What comes next in the stream starts after the moment. A stream that waits for a capture joins it."""
+        """The stream's next command starts after the moment. A stream that waits for a capture joins it."""
         with self.lock:
             self._arrive().modelled_time += self.device.host.event
             if moment.graph is not None or (stream in self.captures and moment is not BEGINNING):
@@ -173,7 +173,7 @@ class Clock(HostClock):
                 self.order.stream_waits(stream, moment.order)
 
     def query(self, moment: Moment) -> bool:
-        """Whether the device has passed it."""
+        """Whether the device has passed the moment."""
         with self.lock:
             host = self._arrive()
             self.captures.use_event("cudaEventQuery", moment)
@@ -184,7 +184,7 @@ class Clock(HostClock):
             return has_passed
 
     def passed(self, moment: Moment) -> bool:
-        """The same, when nobody asks: it costs no time."""
+        """The same without a call of the program's, so it takes no time."""
         return moment.time <= self.host().now
 
     def idle(self, stream: int) -> bool:
@@ -195,7 +195,7 @@ class Clock(HostClock):
             host.modelled_time += self.device.host.event
             is_idle = self.queues.streams[stream].until() <= host.now + host.modelled_time
             if is_idle:
-                self.order.host_waits(self.order.at(stream))
+                self.order.host_waits(self.order.reached(stream))
             return is_idle
 
     def elapsed(self, first: Moment, second: Moment) -> int:
@@ -217,16 +217,16 @@ class Clock(HostClock):
             host, queue = self._arrive(), self.queues.streams[stream]
             self.captures.refuse("cudaStreamSynchronize", self.captures.get(stream))
             self._sync(host, "cudaStreamSynchronize", stream, queue.until(), queue.awaited)
-            self.order.host_waits(self.order.at(stream))
+            self.order.host_waits(self.order.reached(stream))
 
     def sync_device(self, device: int = 0) -> None:
         with self.lock:
             host = self._arrive()
             self.captures.refuse("cudaDeviceSynchronize", *self.captures.values())
-            self._sync(host, "cudaDeviceSynchronize", *self.queues.whole(device))
+            self._sync(host, "cudaDeviceSynchronize", *self.queues.sync_targets(device))
             for queue in self.queues.streams.values():
                 if queue.device == device:
-                    self.order.host_waits(self.order.at(queue.lane))
+                    self.order.host_waits(self.order.reached(queue.lane))
 
     def allocate(self, name: str, work: int) -> None:
         """A call of the driver for memory: `cudaMalloc`, `cudaHostAlloc`."""
@@ -238,17 +238,17 @@ class Clock(HostClock):
         """A call that gives memory back: it waits for the whole device first, as `cudaFree` does."""
         with self.lock:
             host = self._arrive()
-            awaits, until, awaited = self.queues.whole(device)
+            awaits, until, awaited = self.queues.sync_targets(device)
             if awaits == EVERY_LANE:
                 self._sync(host, name, awaits, until, awaited, _ALLOCATE, work)
-            else:  # of several devices one: only a sync waits for links
+            else:  # one of several devices: only a sync can wait by links
                 self._sync(host, name, awaits, until, awaited, work=0)
                 host.add(_ALLOCATE, name, host.now + work, work)
 
-    # CUDA graphs: what is launched on a capturing stream is kept, and runs at each replay
+    # CUDA graphs: launches on a capturing stream are recorded, and run at each replay
 
     def capture(self, stream: int, mode: str = "global") -> None:
-        """From now on what is launched on the stream is kept, not run."""
+        """From now on launches on the stream are recorded and not run."""
         with self.lock:
             self.captures.begin(stream, mode)
 
@@ -266,7 +266,7 @@ class Clock(HostClock):
             self._arrive().work(costs.graph_made + costs.graph_node_made * len(graph.nodes))
 
     def replay(self, graph: Graph, stream: int) -> None:
-        """One launch, all commands of the graph: each branch in its order, beside the others."""
+        """One launch of all commands of the graph; its branches run in parallel."""
         with self.lock:
             host, queue, costs = self._arrive(), self.queues.streams[stream], self.device.host
             self.captures.refuse("cudaGraphLaunch", self.captures.get(stream), unsafe=False)
@@ -292,24 +292,24 @@ class Clock(HostClock):
     # the timeline
 
     def timeline(self, **facts: Any) -> Timeline:
-        """The run so far. `facts` join those that the clock knows: `source`, the script, is one to give."""
+        """The run so far. `facts`, such as the script as `source`, are added to those that the clock knows."""
         with self.lock:
             hosts = [*self.threads.values(), *self._ended_threads.values()]
             for host in hosts:
                 host.work_modelled_time()
-            known = {
+            own_facts = {
                 "device": f"virtual {self.device.name}",
                 "pinned_bandwidth": float(self.device.copies.pinned),
                 "virtual": True,
                 "pending_limit": self._limits.pending,
                 "groups": dict(sorted(self._groups.items())),
             }
-            return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**known, **facts}))
+            return self.rows.timeline({host.lane: host.now for host in hosts}, RunFacts(**{**own_facts, **facts}))
 
-    # what calls have in common, with the lock held
+    # parts of several calls, with the lock held
 
     def _arrive(self) -> HostThread:
-        """The calling thread, with its own time written down; within an operator only modelled time counts."""
+        """The calling thread, with its time up to now written down; within an operator only modelled time counts."""
         host = self.host()
         if host.depth:
             host.work_modelled_time()
@@ -318,12 +318,12 @@ class Clock(HostClock):
         return host
 
     def _call(self, host: HostThread, queue: StreamQueue, name: str, cost: int) -> Launch:
-        """A full queue holds it up."""
+        """A launch, which waits while the queue is full."""
         start = host.now
         return Launch(host.add(_LAUNCH, name, max(start, queue.ends[queue.place]) + cost, cost), start)
 
     def _launch(self, host: HostThread, queue: StreamQueue, name: str, work: int) -> None:
-        """A kernel that runs for `work` once nothing holds it up."""
+        """A kernel that runs for `work` once it starts."""
         node, cost = Node(queue.lane, _KERNEL, name, work), self.device.host.launch
         if queue.lane in self.captures:
             self._capture(host, cost, node)
@@ -337,26 +337,26 @@ class Clock(HostClock):
         host.work(cost)
 
     def _run(self, queue: StreamQueue, launch: Launch, node: Node, gap: int) -> int:
-        """Add a command, and return its row. Other ranks are asked for the last arrival without the lock."""
+        """Add a command and return its row. The lock is not held while other ranks are asked for the last arrival."""
         shared = self.queues.shared_with_kernels(queue, node)
         work = node.work
         if node.last_arrival is not None:
             with self.lock:
                 start = self.queues.earliest_start(queue, launch.start, gap)
-            work += max(0, node.last_arrival(start + (shared.owed() if shared else 0)) - start)
+            work += max(0, node.last_arrival(start + (shared.take_collective_delay() if shared else 0)) - start)
         with self.lock:
             row = self.queues.add(queue, launch, node._replace(work=work), gap)
             if node.kind == _COLLECTIVE:
                 self.queues.wires[row] = node.work
             if shared:
-                shared.hold(queue.tail - node.work, queue.tail)
+                shared.add_collective(queue.tail - node.work, queue.tail)
             return row
 
     def _sync(
         self, host: HostThread, name: str, awaits: int, until: int, awaited: Awaited | None = None, kind: int = _SYNC,
         work: int | None = None,
     ) -> None:  # fmt: skip
-        """The host waits: for a lane, until a time, and by links for rows of others."""
+        """The host waits for a lane, until a time, and by links for rows of other lanes."""
         work = self.device.host.sync if work is None else work
         if host.releases:
             host.add(_WORK, "", host.now, 0)  # a sync begins at once, whatever it waits for

@@ -1,11 +1,11 @@
-"""A host thread: how much time passes on it while the program runs, which frames are open, and its rows.
+"""A host thread: the time that passes on it while the program runs, its open frames, and its rows.
 
-Real time stands still from `pause` to `resume`, while we compute values. Our kernels in Python leave cold caches
-behind, so PyTorch then takes longer than it would. Three rules keep that out.
+Real time does not count from `pause` to `resume`, while we compute values. Our kernels in Python leave cold caches
+behind, which makes PyTorch slower afterwards. Three rules keep that out.
 
-- Between two operators real time counts only where it is longer than what a dispatch costs the device's host.
-- A short stretch counts as the shortest of the last passes by that point: noise only ever lengthens.
-- In a backward pass or an optimizer's step PyTorch's time is modelled, unless it is far too long: then a hook took it.
+- Between two operators real time counts only if it is longer than the cost of a dispatch on the device's host.
+- A short time counts as the shortest of the last passes by the same point, since noise only lengthens it.
+- In a backward pass or an optimizer's step PyTorch's time is modelled, unless it is so long that a hook took it.
 """
 
 from __future__ import annotations
@@ -21,63 +21,63 @@ if TYPE_CHECKING:
     from keepbusy.virtual.pytorch.backward_streams import BackwardStreams
 
 NOISE_LIMIT = 500_000
-"""Nanoseconds. A stretch that is longer counts whole."""
+"""Nanoseconds. A longer time between operators counts whole."""
 HOOK_LIMIT = 5_000_000
-"""The same, while PyTorch is at work by itself."""
+"""The same for a backward pass and an optimizer's step."""
 BACKWARD_PASS = "backward"
-"""The annotation within which the autograd engine is at work."""
+"""The annotation around the autograd engine's work."""
 _LIBRARY_FRAMES = (BACKWARD_PASS, "Optimizer.")
-"""Begin the names of frames within which PyTorch is at work by itself."""
+"""Prefixes of the names of frames in which PyTorch works by itself."""
 _LONGEST = 1 << 62
 _WORK, _LINE = int(Kind.WORK), int(FrameKind.LINE)
 
 
 class HostThread:
-    """A host thread of the timeline: how far it is, which frames are open on it, and the time that no row shows yet.
+    """A host thread of the timeline: its time, its open frames, and the time that no row shows yet.
 
-    `with` pauses it. What writes rows is called with the clock's lock held.
+    `with` pauses it. Methods that write rows are called with the clock's lock held.
     """
 
     __slots__ = (
-        "_looked_after", "_open_lines", "_outer", "_recent", "_resume_time", "_rows",
+        "_clock_read_row", "_open_lines", "_outer", "_recent", "_resume_time", "_rows",
         "awaits_batch", "backward_pass", "border_time", "chosen_streams", "depth", "frame", "in_backward", "in_library",
         "innermost", "lane", "last", "marks", "modelled_time", "now", "pauses", "place", "real", "releases",
         "sampled_places", "unwritten_time",
     )  # fmt: skip
 
     def __init__(self, rows: Rows, lane: int, now: int = 0, real: Callable[[], int] | None = None) -> None:
-        """`real`: nanoseconds of a steady clock, or None where host time is modelled."""
+        """`real`: a steady clock in nanoseconds, or None for modelled host time."""
         self._rows, self.real = rows, real
         self.lane, self.now = lane, now
         self.last = NONE  # its last row
-        self.releases: list[int] = []  # rows of other threads that its next row waits for
-        self.marks: list[str] = []  # what its next row begins
+        self.releases: list[int] = []  # rows of other threads that release its next row
+        self.marks: list[str] = []  # marks of steps that begin at its next row
 
-        self.depth = 0  # of operators within operators
+        self.depth = 0  # how many operators are open
         self.frame = NONE  # the innermost open frame
-        self.innermost = NONE  # the same, but for lines
+        self.innermost = NONE  # the innermost open frame that is no line
         self.place = 0
-        self._open_lines: tuple[int, ...] = ()  # the open frames of the place, within `innermost`
-        self._outer: list[tuple[int, int, tuple[int, ...], bool, bool]] = []  # what to return to
+        self._open_lines: tuple[int, ...] = ()  # frames of the place's lines, within `innermost`
+        self._outer: list[tuple[int, int, tuple[int, ...], bool, bool]] = []  # the state outside each open frame
         self.in_backward = False
-        self.in_library = False  # whether PyTorch is at work by itself
+        self.in_library = False  # whether PyTorch works by itself
 
-        self._recent: dict[object, tuple[int, int]] = {}  # of each point, how long its last two passes took
-        self.pauses = 0  # how many calls of ours the thread is in
-        self._resume_time = real() if real is not None else 0  # when it went back to the program
-        self.unwritten_time = 0  # real time of the program's that no row shows yet
-        self.border_time = 0  # the same since the last operator, that a row shows already
+        self._recent: dict[object, tuple[int, int]] = {}  # the durations of the last two passes by each point
+        self.pauses = 0  # how many `pause` calls are open
+        self._resume_time = real() if real is not None else 0  # when it last returned to the program
+        self.unwritten_time = 0  # the program's real time that no row shows yet
+        self.border_time = 0  # real time since the last operator that a row shows already
         self.modelled_time = 0  # modelled time that no row shows yet
-        self.sampled_places = Counter[int]()  # where modelled time went by, sampled now and then
+        self.sampled_places = Counter[int]()  # where modelled time passed, sampled
         self.awaits_batch = False
-        self.chosen_streams: dict[int, int] = {}  # of each device the one that this thread has chosen
-        self.backward_pass: BackwardStreams | None = None  # that is under way
-        self._looked_after = NONE  # the row at whose end the program last looked at its clock
+        self.chosen_streams: dict[int, int] = {}  # the stream that this thread has chosen, by device
+        self.backward_pass: BackwardStreams | None = None  # of the current backward pass
+        self._clock_read_row = NONE  # the last row when the program last read its clock
 
     # time
 
     def pause(self, overhead: int = 0) -> None:
-        """The program has called something of ours. Until `resume` real time does not count; nor does `overhead`."""
+        """The program has called us. Until `resume` real time does not count; neither does `overhead`."""
         if not self.pauses and self.real is not None:
             self.unwritten_time += self.real() - self._resume_time - overhead
         self.pauses += 1
@@ -96,11 +96,11 @@ class HostThread:
         self.resume()
 
     def pause_length(self) -> int:
-        """For how long real time has not counted."""
+        """How long the present pause is."""
         return self.real() - self._resume_time if self.real is not None else 0
 
     def moment(self) -> int:
-        """How far it is now, with what no row shows yet, if that is long enough to count whole."""
+        """Its time now, with real time that no row shows yet if that is long enough to count whole."""
         written = self.now + self.modelled_time
         if self.real is None or self.pauses:
             return written
@@ -108,14 +108,14 @@ class HostThread:
         return written + unwritten if unwritten > NOISE_LIMIT else written
 
     def take_over(self, other: HostThread) -> None:
-        """It goes on once `other` has done what it did so far. What passed here until now belongs to somebody else."""
+        """Continue after what `other` has done so far. Real time of this thread up to now does not count."""
         if other.last != NONE:
             self.releases.append(other.last)
         self.now = max(self.now, other.now)
         self._resume_time = self.real() if self.real is not None else 0
 
     def take_dispatch_time(self, point: object, least: int) -> int:
-        """What to write down before an operator whose dispatch takes `least`; `point`: where the program is."""
+        """The work to write down before an operator whose dispatch takes `least`. `point`: the place in the program."""
         least += self.modelled_time - self.border_time
         if self.real is not None:
             real = self.unwritten_time
@@ -128,10 +128,10 @@ class HostThread:
             if real > least:
                 least = real
         self.unwritten_time = self.border_time = self.modelled_time = 0
-        return max(0, least)  # a border may have taken more than the dispatch does
+        return max(0, least)  # a border may show more than the dispatch takes
 
     def take_border_time(self) -> int:
-        """What to write down at a border of the program's own: real time, or all of the modelled one."""
+        """The work to write down at the start or end of a frame: real time, or all modelled time."""
         if self.real is None:
             modelled, self.modelled_time = self.modelled_time, 0
             self.sampled_places.clear()
@@ -144,7 +144,7 @@ class HostThread:
         return self._take_real_time(max(0, self.unwritten_time))
 
     def take_time_until(self, moment: int) -> int:
-        """How much real time had passed at a moment of the clock, since the thread went back to the program."""
+        """Take the real time between the thread's return to the program and a moment of the real clock."""
         passed = min(moment - self._resume_time, self.unwritten_time)
         if self.pauses == 0 or self.in_library or passed <= 0:
             return 0
@@ -159,7 +159,7 @@ class HostThread:
     # rows
 
     def add(self, kind: int, name: str, end: int, work: int, awaits: int = NONE) -> int:
-        """A row from now to its end; returns its number."""
+        """Add a row from now to `end`; returns its number."""
         rows, frame, now = self._rows, self.frame, self.now
         row = rows.add(self.lane, kind, rows.names[name], frame, now, end, work, 0, awaits, NONE, 0, 0, NONE, NONE, 0)
         self.now, self.last = end, row
@@ -178,19 +178,19 @@ class HostThread:
             self.add(_WORK, name, self.now + duration, duration)
 
     def work_until_border(self) -> None:
-        """What the program did since it was last seen, up to a border of its own; nothing within an operator."""
+        """Write down the program's work up to the start or end of a frame; nothing within an operator."""
         if not self.depth:
             self.work(self.take_border_time())
 
-    def work_until_look(self) -> None:
-        """The same, up to a look at the program's clock. Looks that follow each other lengthen one row."""
+    def work_until_clock_read(self) -> None:
+        """Write down the work up to a reading of the program's clock. Readings in a row extend the same row."""
         duration, row = self.take_border_time(), self.last
-        if duration > 0 and self._looked_after == row and self._rows.lengthen(row, self.frame, duration):
+        if duration > 0 and self._clock_read_row == row and self._rows.lengthen(row, self.frame, duration):
             self.now += duration
         else:
             self.work(duration)
-            self._looked_after = self.last
-        self.border_time = 0  # the next operator is dispatched after the look
+            self._clock_read_row = self.last
+        self.border_time = 0  # the next operator is dispatched after the reading
 
     def work_modelled_time(self) -> None:
         self.work(self.modelled_time)
@@ -198,7 +198,7 @@ class HostThread:
         self.sampled_places.clear()
 
     def work_where_seen(self) -> None:
-        """What went by in small pieces since the last row stands where most of it did, not at the call after it."""
+        """Write down modelled time since the last row at the place where most of it passed."""
         if self.sampled_places and not self.depth:
             [(place, _)] = self.sampled_places.most_common(1)
             self.go_to(place)
@@ -214,7 +214,7 @@ class HostThread:
         self.in_library |= name.startswith(_LIBRARY_FRAMES)
 
     def close(self) -> None:
-        """Close the innermost frame, and the lines within it; where none is open, nothing."""
+        """Close the innermost frame, if any, and the lines within it."""
         if not self._outer:
             return
         for frame in (*self._open_lines, self.innermost):
@@ -222,22 +222,22 @@ class HostThread:
         in_library = self.in_library
         self.innermost, self.place, self._open_lines, self.in_backward, self.in_library = self._outer.pop()
         if in_library and not self.in_library:
-            self.unwritten_time = 0  # PyTorch's own, while it was at work by itself
+            self.unwritten_time = 0  # real time of PyTorch itself, which is modelled
         self.frame = self._open_lines[-1] if self._open_lines else self.innermost
 
     def go_to(self, place: int) -> None:
-        """Leave the lines that the place is not within, and enter its own."""
+        """Close the lines that do not enclose the place, and open its own."""
         if place == self.place:
             return
         lines = self._rows.lines
         old, new = lines[self.place], lines[place]
-        same = 0
-        while same < min(len(old), len(new)) and old[same] == new[same]:
-            same += 1
-        for line in self._open_lines[same:]:
+        common = 0
+        while common < min(len(old), len(new)) and old[common] == new[common]:
+            common += 1
+        for line in self._open_lines[common:]:
             self._rows.close(line, self.now)
-        opened = self._open_lines[:same]
-        for name in new[same:]:
+        opened = self._open_lines[:common]
+        for name in new[common:]:
             parent = opened[-1] if opened else self.innermost
             opened = (*opened, self._rows.open(self.lane, _LINE, name, parent, self.now))
         self._open_lines, self.place = opened, place

@@ -1,7 +1,7 @@
-"""What comes before what on the devices, whatever the clock says: a vector clock for each stream, and one for the host.
+"""The guaranteed order of commands: a vector clock for each stream and for the host, apart from modelled time.
 
-Only what a program may rely on counts: the order of a stream, events, and what the host has waited for. That two
-copies share an engine, or that a kernel happened to be done in time, is no order.
+Only order that a program may rely on counts: that of a stream, of events, and of what the host has waited for. Two
+copies that share an engine, or a kernel that happens to end in time, are not ordered.
 """
 
 from __future__ import annotations
@@ -12,65 +12,65 @@ from typing import NamedTuple, TypeAlias
 
 Reached: TypeAlias = Mapping[int, int]
 """By stream, the number of its last command that comes before."""
-Made: TypeAlias = tuple[int, int]
-"""The place in the program where something is made, and how many were made there before it."""
+Origin: TypeAlias = tuple[int, int]
+"""The place in the program where a stream or an event is made, and how many were made there before."""
 _EVENTS_KEPT = 8
 
 
 class Command(NamedTuple):
-    """What a stream was given to do."""
+    """A command on a stream."""
 
     stream: int
-    number: int  # of all its commands, from 1 on
+    number: int  # among the commands of its stream, from 1 on
     place: int  # in the program
 
 
 class StreamOrder:
-    """All host threads count as one, so what any of them has waited for comes before all that any of them launches
-    later: threads that order each other cause no false alarm."""
+    """All host threads count as one: what any of them has waited for comes before all that any launches later, so
+    threads that order each other cause no false alarm."""
 
     def __init__(self) -> None:
         self._commands: defaultdict[int, int] = defaultdict(int)
         self._before_stream: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._before_host: dict[int, int] = {}
-        self.before_host_waits: Callable[[Reached], None] | None = None  # called with what the host is about to know
-        self.made: dict[int, Made] = {}  # where the program made a stream
-        self._events: defaultdict[int, list[tuple[int, Made]]] = defaultdict(list)
-        self._made_at: defaultdict[int, int] = defaultdict(int)
+        self.before_host_waits: Callable[[Reached], None] | None = None  # called before the host waits
+        self.stream_origins: dict[int, Origin] = {}  # where the program made a stream
+        self._events: defaultdict[int, list[tuple[int, Origin]]] = defaultdict(list)
+        self._origin_counts: defaultdict[int, int] = defaultdict(int)
 
     def command(self, stream: int, place: int) -> Command:
         """A command is launched now."""
         number = self._commands[stream] = self._commands[stream] + 1
         return Command(stream, number, place)
 
-    def comes_before(self, command: Command, next_on: int) -> bool:
-        """Whether that command is done when the next one on `next_on` begins."""
+    def comes_before(self, command: Command, waiting_stream: int) -> bool:
+        """Whether the command is done when the next one on `waiting_stream` begins."""
         stream, number, _ = command
-        if stream == next_on or self._before_host.get(stream, 0) >= number:
+        if stream == waiting_stream or self._before_host.get(stream, 0) >= number:
             return True
-        return self._before_stream[next_on].get(stream, 0) >= number
+        return self._before_stream[waiting_stream].get(stream, 0) >= number
 
     def is_known_to_host(self, command: Command) -> bool:
         """Whether the host has waited for that command."""
         return self._before_host.get(command.stream, 0) >= command.number
 
-    def at(self, stream: int) -> Reached:
-        """What an event that is recorded now stands for."""
+    def reached(self, stream: int) -> Reached:
+        """What an event recorded on the stream now comes after."""
         return {**self._before_stream[stream], stream: self._commands[stream]}
 
-    def make(self, place: int) -> Made:
-        """A stream or an event is made at a place."""
-        self._made_at[place] += 1
-        return place, self._made_at[place] - 1
+    def new_origin(self, place: int) -> Origin:
+        """The origin of a stream or an event that is made at a place now."""
+        self._origin_counts[place] += 1
+        return place, self._origin_counts[place] - 1
 
-    def note_event(self, stream: int, event: Made) -> None:
-        """It is recorded on a stream now."""
+    def note_event(self, stream: int, event: Origin) -> None:
+        """An event is recorded on a stream now."""
         events = self._events[stream]
-        events[:] = [known for known in events if known[1] != event][1 - _EVENTS_KEPT :]
+        events[:] = [noted for noted in events if noted[1] != event][1 - _EVENTS_KEPT :]
         events.append((self._commands[stream], event))
 
-    def event_after(self, command: Command) -> Made | None:
-        """An event that was recorded behind that command, the last one if there are several."""
+    def event_after(self, command: Command) -> Origin | None:
+        """The last event recorded on the stream after the command, if any."""
         events = reversed(self._events[command.stream])
         return next((event for reached, event in events if reached >= command.number), None)
 
@@ -83,7 +83,7 @@ class StreamOrder:
         _join(self._before_host, reached)
 
 
-def _join(known: dict[int, int], reached: Reached) -> None:
+def _join(latest: dict[int, int], reached: Reached) -> None:
     for stream, number in reached.items():
-        if known.get(stream, 0) < number:
-            known[stream] = number
+        if latest.get(stream, 0) < number:
+            latest[stream] = number

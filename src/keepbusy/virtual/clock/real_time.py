@@ -1,9 +1,9 @@
-"""What real time has to do with the virtual clock: what the program took, what it did meanwhile, what it reads.
+"""Real time and the virtual clock: the program's real time, where it is spent, and the clocks that the program reads.
 
-The clock runs by the real time that a thread would have on a machine of its own (`HostTime`). Threads see where the
-program is between two calls of ours: a `PlaceSampler` where that time is measured, and where it is modelled one that
-says what is left out (`UncountedWork`). And the program's own clocks follow the virtual one (`ScriptClocks`): what a
-script times by itself agrees with the report.
+The virtual clock advances by the real time that a thread would take on a machine of its own (`HostTime`). Between two
+calls of ours another thread samples where the program is: a `PlaceSampler` if host time is measured, and if it is
+modelled an `UncountedWork`, which reports the time left out. The program's own clocks follow the virtual clock
+(`ScriptClocks`), so what a script times by itself agrees with the report.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from keepbusy.virtual.clock.host_thread import HostThread
 
 
 class HostTime:
-    """A steady clock of the thread that made it, in nanoseconds, without the time in which it waited for a core.
+    """A steady clock of the thread that made it, in nanoseconds, without its waits for a core.
 
-    Ranks that share few cores, or a busy machine, preempt each other for milliseconds.
+    Ranks that share few cores, and programs on a busy machine, preempt each other for milliseconds.
     """
 
     _SHORTEST_WAIT = 100_000
-    """No stretch between two looks can hide a longer wait for a core without being longer itself."""
+    """Nanoseconds. Between two readings that are closer there can be no longer wait for a core."""
 
     def __init__(self) -> None:
-        self._last_look = perf_counter_ns()
-        self._lost = self._lost_before = 0  # now, and at the look before
+        self._last_reading = perf_counter_ns()
+        self._lost = self._lost_before = 0  # now, and at the previous reading
         self._file, self._waited, self._thread = -1, 0, 0
-        with suppress(OSError):  # another kernel: real time is all there is
+        with suppress(OSError):  # another kernel: waits for a core are not known
             opened = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             self._file, self._thread = high_copy(opened), get_native_id()
             os.close(opened)
@@ -61,45 +61,44 @@ class HostTime:
 
     def __call__(self) -> int:
         now, self._lost_before = perf_counter_ns(), self._lost
-        if now - self._last_look > self._SHORTEST_WAIT:
+        if now - self._last_reading > self._SHORTEST_WAIT:
             waited = self.without_core()
             self._lost += waited - self._waited
             self._waited = waited
-        self._last_look = now
+        self._last_reading = now
         return now - self._lost
 
     def at(self, moment: int) -> int:
-        """What it said at a moment between the last two looks. Time lost in between is taken as lost after it."""
-        return min(moment - self._lost_before, self._last_look - self._lost)
+        """Its reading at a moment between the last two readings. Waits in between are taken to be after the moment."""
+        return min(moment - self._lost_before, self._last_reading - self._lost)
 
     def without_core(self) -> int:
-        """How long this thread has stood ready without running: the second number."""
+        """How long this thread has waited for a core, which is the second number of the file."""
         if self._file >= 0:
             try:
                 return int(os.pread(self._file, 64, 0).split()[1])
-            except ProcessLookupError:  # it has ended, and another thread goes on where it stood
+            except ProcessLookupError:  # the thread has ended, and another one uses its clock
                 return self._waited
-            except (OSError, ValueError, IndexError):  # the program has closed it, and has a file of its own there
+            except (OSError, ValueError, IndexError):  # the program closed the file and may have another by its number
                 self._file = -1
         times = processor_times(self._thread) if self._thread else None
         return times[1] if times is not None else self._waited
 
 
-# Where the program is while it does nothing that we see: what it does between two calls of the device stands at lines
-# that call nothing of PyTorch, so a thread looks at its stack now and then.
+# Work between two calls of the device is at lines that do not call PyTorch, so a thread samples the program's stack.
 
 _INTERVAL = 0.001
-"""Seconds between two looks: cheap enough to go unnoticed, and a wait that is shorter is hardly worth a line."""
+"""Seconds between two samples: cheap enough not to slow the program, and short enough to find waits that matter."""
 
 _THREAD_SWITCH = 20_000
 """Nanoseconds from one Python thread to another and back."""
 
 
 class PlaceSampler:
-    """`samples` holds where the program was, since it was last emptied: when, on the steady clock, and the place."""
+    """`samples` holds where the program was since the last `take`: pairs of steady-clock time and place."""
 
     def __init__(self, host: HostThread, time: HostTime, place: Callable[[FrameType], int]) -> None:
-        """`host`, with its time: of the thread that calls this."""
+        """`host` and `time` belong to the calling thread."""
         self.samples: list[tuple[int, int]] = []
         self._cost = self._ran = 0
         self._host, self._time, self._place = host, time, place
@@ -116,8 +115,8 @@ class PlaceSampler:
             self.sample()
 
     def sample(self) -> None:
-        """Note where the program is, and for how long the sample held it up, which on a busy machine may be long."""
-        if self._host.pauses:  # in a call of ours, whose time does not count, and which is no line of the program's
+        """Note where the program is, and how long the sample delayed it, which on a busy machine may be long."""
+        if self._host.pauses:  # in a call of ours, whose time does not count
             return
         ran_before, self._ran = self._ran, clock_gettime_ns(self._processor)
         at_work = self._at_work()
@@ -127,52 +126,52 @@ class PlaceSampler:
             if frame is not None:
                 self.samples.append((moment, self._place(frame)))
             del frame  # it would keep the program's variables alive
-        if self._ran - ran_before > _THREAD_SWITCH:  # a program that sleeps is not held up
-            # read from within: where another process has the core between two readings, none of that counts
+        if self._ran - ran_before > _THREAD_SWITCH:  # a sleeping program is not delayed
+            # waits for a core between the two readings do not count
             duration = perf_counter_ns() - moment
             self._cost += max(0, duration - (self._at_work() - at_work)) + _THREAD_SWITCH
 
     def _at_work(self) -> int:
-        """For how long in all the program has run or waited for a core."""
+        """How long the program has run or waited for a core."""
         return clock_gettime_ns(self._processor) + self._time.without_core()
 
     def take(self) -> tuple[int, list[tuple[int, int]]]:
-        """What the samples since the last time cost, and the samples: of several in a row at one place the last."""
+        """The cost of the samples since the last call, and the samples: of several in a row at one place, the last."""
         samples, cost, self.samples, self._cost = tuple(self.samples), self._cost, [], 0
         pairs = zip_longest(samples, samples[1:])
         return cost, [sample for sample, after in pairs if after is None or sample[1] != after[1]]
 
 
 def _switch_often() -> None:
-    """Let Python switch threads often enough for the sampler. The program still reads the interval that it has set."""
-    real, interval_shown = sys.setswitchinterval, [sys.getswitchinterval()]
+    """Let Python switch threads often enough for the sampler. The program still reads the interval that it set."""
+    set_interval, interval_shown = sys.setswitchinterval, [sys.getswitchinterval()]
 
     def setting(plain: Function) -> Function:
         def setswitchinterval(interval: float, /) -> None:
             plain(interval)
-            interval_shown[0] = asked()
-            real(min(interval_shown[0], _INTERVAL / 4))
+            interval_shown[0] = getter()
+            set_interval(min(interval_shown[0], _INTERVAL / 4))
 
         return setswitchinterval
 
-    asked, patches = sys.getswitchinterval, Patches()
+    getter, patches = sys.getswitchinterval, Patches()
     patches.replace(sys, "getswitchinterval", lambda _: lambda: interval_shown[0])
     patches.replace(sys, "setswitchinterval", setting)
-    real(_INTERVAL / 4)
+    set_interval(_INTERVAL / 4)
 
 
 _SLOW_INTERVAL = 0.005
-"""Seconds between two looks that only ask whether anything is left out."""
+"""Seconds between two samples of `UncountedWork`."""
 _SAID_FROM, _SAID_SHARE = 200_000_000, 0.1
-"""Nanoseconds, and a share of the run: from both on what is left out is worth a sentence."""
+"""Nanoseconds, and a share of the run, from which on the time left out is reported."""
 
 
 class UncountedWork:
-    """Measures where the program is at work without an operator, in Python, NumPy or files. A modelled clock leaves
-    that out, so that the timeline is the same in every run."""
+    """Measures the program's work outside of operators, in Python, NumPy or files. A modelled clock leaves it out, so
+    that the timeline is the same in every run."""
 
     def __init__(self, host: HostThread) -> None:
-        """`host`: of the thread that calls this."""
+        """`host`: the calling thread."""
         self.times = Counter[str]()  # nanoseconds of a processor, by the program's own line
         self._host, self._reached, self._watched = host, (0, 0), get_ident()
 
@@ -187,7 +186,7 @@ class UncountedWork:
             self.see(stacks_of([self._watched])[self._watched], ran - before)
 
     def see(self, stack: Sequence[tuple[CodeType, int]], ran: int) -> None:
-        """The thread is there, from the inside out, and had a processor for so long since the look before."""
+        """Note a sample: the thread's stack, the innermost frame first, and how long it `ran` since the last sample."""
         before, self._reached = self._reached, (self._host.now, self._host.modelled_time)
         if not stack or self._host.pauses or before != self._reached or before == (0, 0):
             return
@@ -198,16 +197,16 @@ class UncountedWork:
                 self.times[f"{shown(code.co_filename)}:{line_number(code, instruction)}"] += ran
 
     def add_batches(self, durations: Sequence[int], workers: int) -> None:
-        """What so many workers of a loader, side by side, spent on batches."""
+        """Add the time that a loader's workers, in parallel, spent on batches."""
         self.times["the loader's workers"] += sum(durations) // max(1, workers)
 
     def sentence(self) -> str:
-        """What the report leaves out, where that is much of the run; else nothing."""
+        """A sentence on the time left out, if that is much of the run; else nothing."""
         spent = self.times.total()
         if spent < max(_SAID_FROM, _SAID_SHARE * self._host.now):
             return ""
-        most = [entry for entry in self.times.most_common(2) if entry[1] > 0.1 * spent]
-        lines = " and ".join(f"{place} ({each / 1e9:.1f} s)" for place, each in most)
+        longest = [entry for entry in self.times.most_common(2) if entry[1] > 0.1 * spent]
+        lines = " and ".join(f"{place} ({duration / 1e9:.1f} s)" for place, duration in longest)
         return (
             f"the CPU's time is modelled, so the report leaves out at least {spent / 1e9:.1f} s that Python, NumPy and "
             f"files took on this machine, chiefly {lines}; --clock measured counts them."
@@ -215,14 +214,14 @@ class UncountedWork:
 
 
 _LONG, _LOOKS = 10.0, 100
-"""Seconds after which a run is long, and looks in that time."""
+"""Seconds after which a run is long, and samples in that time."""
 
 
-def tell_slow_values(host: HostThread, say: Callable[[str], object], over: threading.Event) -> None:
-    """Say once, in a long run whose time goes into our own calls, what makes it shorter. `host`: the thread that
-    trains; `over`: set once the program has ended."""
+def suggest_skipping_values(host: HostThread, say: Callable[[str], object], over: threading.Event) -> None:
+    """In a long run that mostly computes values, suggest `--values none` once. `host`: the thread that trains; `over`:
+    set when the program ends."""
 
-    def look() -> None:
+    def watch() -> None:
         paused = 0
         for _ in range(_LOOKS):
             if over.wait(_LONG / _LOOKS):
@@ -234,48 +233,48 @@ def tell_slow_values(host: HostThread, say: Callable[[str], object], over: threa
                 "`--values none` skips that, and then values are zeros."
             )
 
-    UnseenThread(look)
+    UnseenThread(watch)
 
 
-# The program's own clocks. With real ones a launch, whose values we compute, seems to take long, and the synchronize
-# after it nothing. Who asks decides: the program and its libraries see virtual time; Python's own modules, PyTorch and
-# we go on with the real one, so timeouts, schedulers and loader workers keep working. What is not a function of `time`
-# (`datetime`, clocks of native code) and what measures a processor's time stays real, too.
+# The program's own clocks. By real time a launch would seem long, since its values are computed, and the synchronize
+# after it short. The caller decides: the program and its libraries see virtual time; Python's own modules, PyTorch and
+# keepbusy see real time, so timeouts, schedulers and loader workers keep working. Clocks that are no functions of
+# `time` (`datetime`, native code) and clocks of processor time stay real, too.
 
 _CLOCKS = ("time", "perf_counter", "monotonic")
-"""Functions of `time`, each with a sister that ends in `_ns`."""
-_LOOK = 100
-"""Nanoseconds that a look at a clock takes where host time is modelled: no two looks see the same time."""
+"""Functions of `time`, each with a variant that ends in `_ns`."""
+_READING_COST = 100
+"""Nanoseconds for reading a clock if host time is modelled, so that no two readings are equal."""
 NOTE = "The program's own clocks (time, timeit) showed the time of this report; datetime and native code the real one."
 _STANDSTILL = 1_000_000_000
-"""Nanoseconds for which a clock may stand still that a program looks at. Then it goes with the real one: a program
-that polls until a deadline would never get there on a modelled clock."""
+"""Nanoseconds of real time for which a clock that the program reads may stand still. Then it follows the real clock,
+or a program that polls until a deadline would never reach it on a modelled clock."""
 _TIMERS = (
     f"{sysconfig.get_path('stdlib')}/timeit.py",
     "/torch/utils/benchmark/",
     "/keepbusy/fix/",
     "/keepbusy/runtime/",
 )
-"""Modules of Python, PyTorch and ours that time things on the program's behalf."""
+"""Modules of Python, PyTorch and keepbusy that time things for the program."""
 
 
 class _Reading(threading.local):
-    """What the calling thread read last, in nanoseconds since the run began."""
+    """The calling thread's last reading, in nanoseconds since the run began."""
 
     def __init__(self) -> None:
         self.reading = 0
-        self.time = -1  # what the virtual clock said then
-        self.real = self.moved = perf_counter_ns()  # when that was, and when the virtual clock had moved before that
+        self.time = -1  # the virtual clock then
+        self.real = self.moved = perf_counter_ns()  # real time then, and when the virtual clock last moved
 
 
 class ScriptClocks:
-    """The clocks of one process, and who sees them."""
+    """Replaces the functions of `time` in one process."""
 
     def __init__(self, read_clock: Callable[[], tuple[int, bool]]) -> None:
         """`read_clock`: see `Machine.read_clock`."""
         self.readings = 0
         self._read_clock, self._last = read_clock, _Reading()
-        self._ahead = 0  # how far readings are ahead of the virtual clock, where that stood still
+        self._ahead = 0  # how far readings are ahead of the virtual clock
         self._followers: dict[CodeType, bool] = {}
         real = {name: getattr(time, f"{name}_ns")() for name in _CLOCKS}
         start, patches = self.read(), Patches()
@@ -285,14 +284,14 @@ class ScriptClocks:
         _hand_to_timeit()
         os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork)
 
-    def _clock(self, base: int, native: Function) -> Function:
-        """What stands for a function of `time`."""
-        in_seconds = not native.__name__.endswith("_ns")
+    def _clock(self, base: int, original: Function) -> Function:
+        """The function that replaces one of `time`."""
+        in_seconds = not original.__name__.endswith("_ns")
 
         def clock() -> int | float:
             code = sys._getframe(1).f_code
             if not self.follow(code):
-                return native()
+                return original()
             self.readings += not code.co_filename.startswith(OURS)
             moment = base + self.read()
             return moment / 1e9 if in_seconds else moment
@@ -301,16 +300,16 @@ class ScriptClocks:
 
     def follow(self, code: CodeType) -> bool:
         """Whether a caller sees virtual time."""
-        known = self._followers.get(code)
-        if known is None:
+        follows = self._followers.get(code)
+        if follows is None:
             file = code.co_filename
             program = kind_of(file) in PROGRAM_CODE or file.startswith("<")  # what it compiled itself
-            known = self._followers[code] = program or any(timer in file for timer in _TIMERS)
-        return known
+            follows = self._followers[code] = program or any(timer in file for timer in _TIMERS)
+        return follows
 
     def read(self) -> int:
-        """Nanoseconds since the run began. For a thread that the virtual clock does not know they go with the real
-        clock, and are never behind the program."""
+        """Nanoseconds since the run began. In a thread that the virtual clock does not know they follow the real clock,
+        and are never behind the program."""
         moment, is_known = self._read_clock()
         last, real = self._last, perf_counter_ns()
         if not is_known:
@@ -319,7 +318,7 @@ class ScriptClocks:
             if moment != last.time:
                 last.time, last.moved = moment, real
             else:
-                self._ahead += _LOOK if real - last.moved < _STANDSTILL else real - last.real
+                self._ahead += _READING_COST if real - last.moved < _STANDSTILL else real - last.real
             last.reading = max(last.reading, moment + self._ahead)
         last.real = real
         return last.reading
@@ -328,13 +327,13 @@ class ScriptClocks:
         self._at_fork = self.read()
 
     def _after_fork(self) -> None:
-        """The child's virtual clock begins anew, and what it reads goes on."""
+        """The child's virtual clock starts at zero, but its readings continue."""
         self._last = _Reading()
         self._ahead = self._at_fork
 
 
 def _hand_to_timeit() -> None:
-    """It keeps a timer of its own, where it was imported before."""
+    """Replace the timer in `timeit`, if that was imported before."""
     module = sys.modules.get("timeit")
     if module is None:
         return

@@ -1,7 +1,7 @@
-"""The rows that the clock writes, as they come, and the `Timeline` that is made of them.
+"""The rows that the clock writes, and the `Timeline` that is made of them.
 
-What a row means is in `timeline/model.py`; here its launch stands in the row itself, because nearly every command has
-one.
+`timeline/model.py` says what a row means. Here the launch of a command is a column of its row, because nearly every
+command has one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from keepbusy.timeline.model import (
 from keepbusy.timeline.run_facts import RunFacts
 
 MARKS = (*STEP_MARKS, "Forward#")
-"""Begin the names of frames that begin the run's steps, the most trusted first."""
+"""Prefixes of the names of frames that begin the run's steps, the most trusted first."""
 _COLUMNS = (
     "lane", "kind", "name", "frame", "start", "end", "work", "lag", "awaits", "group", "size", "direction", "pinned",
 )  # fmt: skip
-"""The columns of a row as the clock writes it, before its launch and the lag after it."""
+"""The columns of a row as the clock writes it, without its launch and that launch's latency."""
 _FRAME_COLUMNS = ("lane", "kind", "name", "parent", "start")
 _ORDINARY = dict.fromkeys(("frame", "awaits", "group", "pinned", "launch"), NONE)
-"""The values of columns that are not mentioned; the others are zero."""
+"""Values of columns that a row does not name; other columns are zero then."""
 _PACKED = 1 << 16
 _LAUNCH = "cudaLaunchKernel"
 _WORK, _OPERATOR = int(Kind.WORK), int(FrameKind.OPERATOR)
 
 
 class Packed:
-    """Rows of integers: bytes first, then narrow columns of numpy. Tuples would keep the garbage collector busy."""
+    """Rows of integers: new ones as bytes, earlier ones as narrow columns. Tuples would burden the garbage
+    collector."""
 
     def __init__(self, width: int) -> None:
         self.count = 0
@@ -55,7 +56,7 @@ class Packed:
         self._blocks: list[list[npt.NDArray[np.signedinteger[Any]]]] = []
 
     def add(self, *row: int) -> int:
-        """Its number."""
+        """Add a row; returns its number."""
         fresh, number = self._fresh, self.count
         if len(fresh) >= self._full:
             self._blocks.append([_narrow(column) for column in self._unpacked()])
@@ -65,7 +66,7 @@ class Packed:
         return number
 
     def last(self) -> tuple[int, ...]:
-        """The row that came last."""
+        """The last row."""
         return self._row.unpack(self._fresh[-self._row.size :])
 
     def change_last(self, *row: int) -> None:
@@ -73,39 +74,39 @@ class Packed:
 
     def columns(self, first: int = 0) -> Ints:
         """The rows from `first` on, transposed."""
-        fresh, past = self._unpacked(), first // _PACKED
-        blocks: list[Any] = [*self._blocks[past:], fresh]
-        whole = np.stack([np.concatenate([block[at] for block in blocks]) for at in range(len(fresh))])
-        return whole[:, first - min(past, len(self._blocks)) * _PACKED :].astype(np.int64, copy=False)
+        fresh, full_blocks = self._unpacked(), first // _PACKED
+        blocks: list[Any] = [*self._blocks[full_blocks:], fresh]
+        columns = np.stack([np.concatenate([block[column] for block in blocks]) for column in range(len(fresh))])
+        return columns[:, first - min(full_blocks, len(self._blocks)) * _PACKED :].astype(np.int64, copy=False)
 
     def _unpacked(self) -> Ints:
         return np.frombuffer(bytes(self._fresh), np.int64).reshape(-1, self._row.size // 8).T
 
 
 def _narrow(column: Ints) -> npt.NDArray[np.signedinteger[Any]]:
-    """In as few bytes a number as they need: a long run has millions of rows, and most columns are small."""
+    """The column in the smallest type that holds it: a long run has millions of rows, most with small numbers."""
     low, high = int(column.min()), int(column.max())
     fits = (kind for kind in (np.int8, np.int16, np.int32) if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
     return column.astype(next(fits, np.int64))
 
 
 class Names(dict[str, int]):
-    """A number for each text, in the order in which they come."""
+    """A number for each text, in the order of their first use."""
 
     def __missing__(self, text: str) -> int:
         return self.setdefault(text, len(self))
 
 
 class Rows:
-    """Spans, links, frames and names, as they come."""
+    """Spans, links, frames and names in the order in which they are written."""
 
     def __init__(self, call: int = 0, gap: int = 0, latency: int = 0) -> None:
-        """For every launch of a kernel: what the call costs, the gap before a kernel that waits for another, and how
-        late one starts that does not."""
+        """For each launch of a kernel: the cost of the call, the gap before a kernel that waits for another one, and
+        the latency of a kernel that does not wait."""
         self.launch = call, gap, latency
         self.names = Names({"": 0, _LAUNCH: 1})
         self.lanes: list[Lane] = []
-        self.lines: list[tuple[int, ...]] = [()]  # of each place the names of its lines, from the outside in
+        self.lines: list[tuple[int, ...]] = [()]  # of each place: the numbers of its lines, the outermost first
         self.mark_rows: dict[str, list[int]] = {mark: [] for mark in MARKS}
         self.spans = Packed(len(_COLUMNS) + 2)
         self._links = Packed(4)
@@ -113,7 +114,7 @@ class Rows:
         self.frame_ends = array("q")
         self._operators = Packed(12)
         self.memory = Packed(8)
-        """Blocks that came or went: lane, device, time, address, bytes, reserved, bytes asked for, whether small."""
+        """Blocks allocated or freed: lane, device, time, address, bytes, reserved, requested, whether small."""
         self.add: Callable[..., int] = self.spans.add
 
     def lane(self, lane: Lane) -> int:
@@ -121,7 +122,7 @@ class Rows:
         return len(self.lanes) - 1
 
     def lengthen(self, row: int, frame: int, duration: int) -> bool:
-        """Let the work of a row go on, if it is the last of all and within that frame."""
+        """Extend the work of a row, if it is the last row and within that frame."""
         if row == NONE or row != self.spans.count - 1:
             return False
         lane, kind, name, within, start, end, work, *rest = self.spans.last()
@@ -137,7 +138,7 @@ class Rows:
         self, lane: int, stream: int, name: int, kernel: int, parent: int, begin: int, work: int, returned: int,
         start: int, lasting: int,
     ) -> int:  # fmt: skip
-        """The usual operator, with one kernel. Returns the row of the launch, before that of the kernel."""
+        """An operator with one kernel. Returns the row of the launch, which precedes that of the kernel."""
         spans, frames = self.spans, self.frames
         first, frame = spans.count, frames.count
         self._operators.add(first, frame, lane, stream, name, kernel, parent, begin, work, returned, start, lasting)
@@ -148,7 +149,7 @@ class Rows:
         return launch
 
     def open(self, lane: int, kind: int, name: int, parent: int, start: int) -> int:
-        """A frame; `close` it, or it lasts until the timeline is made."""
+        """Open a frame; unless closed, it lasts until the timeline is made."""
         self.frame_ends.append(NONE)
         return self.frames.add(lane, kind, name, parent, start)
 
@@ -156,7 +157,7 @@ class Rows:
         self.frame_ends[frame] = end
 
     def timeline(self, now: Mapping[int, int], facts: RunFacts) -> Timeline:
-        """All so far. Frames still open end `now`, at the time of their lane."""
+        """The timeline so far. Open frames end `now`, the time of each lane."""
         columns, names = self.columns(), tuple(self.names)
         launch, latency = columns[-2], columns[-1]
         return Timeline(
@@ -165,7 +166,7 @@ class Rows:
             spans=described(Spans.of(columns.shape[1], **dict(zip(_COLUMNS, columns[:-2], strict=True))), names),
             links=self._all_links(launch, latency),
             frames=described(self._all_frames(now), names),
-            # a mark stands at the next row of its thread; one at the very end has none yet
+            # a mark is at the next row of its thread; at the end of the run there may be none yet
             marks=np.unique([row for row in self.steps() if row < self.spans.count]).astype(np.int64),
             memory=self._all_memory(),
             facts=facts,
@@ -173,20 +174,20 @@ class Rows:
 
     @property
     def announced(self) -> bool:
-        """Whether the program says itself where its steps end."""
+        """Whether the program marks its steps itself."""
         return any(len(self.mark_rows[mark]) > 1 for mark in (OWN_STEP, PROFILER_STEP))
 
     def steps(self) -> list[int]:
-        """The rows that begin the run's steps: those of the most trusted kind of mark. A kind was only a warm-up where
-        another one follows it at least as often, as when a graph then replays whole steps."""
-        known = [rows for rows in self.mark_rows.values() if len(rows) > 1]
-        for rows in known:
-            if not any(other[0] > rows[-1] and len(other) >= len(rows) for other in known):
+        """The rows that begin the run's steps, by the most trusted kind of mark. A kind is ignored as a warm-up if
+        another kind follows it at least as often, as when a graph replays whole steps afterwards."""
+        candidates = [rows for rows in self.mark_rows.values() if len(rows) > 1]
+        for rows in candidates:
+            if not any(other[0] > rows[-1] and len(other) >= len(rows) for other in candidates):
                 return rows
         return []
 
     def columns(self) -> Ints:
-        """The spans, transposed: those of the usual operators stand in the places that were left for them."""
+        """All spans, transposed. Those of `operator` are filled into the rows reserved for them."""
         first, frame, lane, stream, _, kernel, parent, begin, work, returned, start, lasting = self._operators.columns()
         cost, gap, latency = self.launch
         works = work > 0
@@ -214,8 +215,8 @@ class Rows:
         allocated = np.zeros(len(size), np.int64)
         for index in np.unique(device):
             allocated[device == index] = np.cumsum(size[device == index])
-        held = {"lane": lane, "device": device, "time": time, "block": block, "size": size, "reserved": reserved}
-        return MemoryUse.of(len(size), **held, allocated=allocated)
+        places = {"lane": lane, "device": device, "time": time, "block": block}
+        return MemoryUse.of(len(size), **places, size=size, reserved=reserved, allocated=allocated)
 
     def _all_links(self, launch: Ints, latency: Ints) -> Links:
         launched = np.flatnonzero(launch != NONE)
@@ -239,11 +240,11 @@ class Rows:
         return Frames.of(len(end), **dict(zip(_FRAME_COLUMNS, columns, strict=True)), end=end)
 
 
-def _fill(columns: Ints, names: Sequence[str], plain: Ints, *others: tuple[Ints, Mapping[str, Any]]) -> None:
-    """Some rows by their places and what is known of them, and all the rest in the order in which they came."""
+def _fill(columns: Ints, names: Sequence[str], other_rows: Ints, *placed_rows: tuple[Ints, Mapping[str, Any]]) -> None:
+    """Fill some rows, given by their places and values, and all remaining rows with `other_rows` in order."""
     free = np.ones(columns.shape[1], bool)
-    for places, known in others:
+    for places, values in placed_rows:
         free[places] = False
         for column, name in zip(columns, names, strict=True):
-            column[places] = known.get(name, _ORDINARY.get(name, 0))
-    columns[:, free] = plain
+            column[places] = values.get(name, _ORDINARY.get(name, 0))
+    columns[:, free] = other_rows

@@ -1,4 +1,4 @@
-"""What things cost: device files, laws of kernels, links between GPUs."""
+"""Costs of kernels, calls and links: device files and laws."""
 
 import tomllib
 from pathlib import Path
@@ -8,5 +8,5 @@ _TABLES = tomllib.loads(Path(__file__).with_name("figures.toml").read_text(encod
 
 
 def figures(section: str) -> SimpleNamespace:
-    """What was measured and goes for every device, as attributes: figures.toml says what each figure is."""
+    """Figures that hold for every device, as attributes; figures.toml describes them."""
     return SimpleNamespace(**_TABLES[section])

@@ -1,10 +1,10 @@
-"""What a device and its host can do: a device file, as docs/reference/device-file.md describes it.
+"""The costs of a device and its host, read from a device file; docs/reference/device-file.md describes the format.
 
-Inside, times are nanoseconds, sizes bytes, rates and bandwidths operations and bytes a nanosecond. In a file a value
-is a number with its unit, in a string: "4.8 TB/s", "5 us". So nobody has to know in which unit the program counts, and
-a bandwidth given for a time is found out. What a file does not say is as in devices/h200.toml.
+Times are nanoseconds, sizes bytes, rates operations a nanosecond and bandwidths bytes a nanosecond. In a file a value
+is a string of a number and its unit, such as "4.8 TB/s" or "5 us", so a bandwidth given for a time is noticed. Values
+that a file leaves out are those of devices/h200.toml.
 
-A `Call` is an operator on such a device, as its law finds it.
+A `Call` is an operator on such a device, for which a law finds the kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from keepbusy.timeline.files import BadInput, parsed
 from keepbusy.timeline.model import Direction
 from keepbusy.virtual.costs import figures
 
-# A value's type says in which units a file gives it.
+# A value's type says which units it may have in a file.
 Time: TypeAlias = int
 FineTime: TypeAlias = float  # of something so short that a nanosecond is too coarse
 Size: TypeAlias = int
@@ -37,9 +37,9 @@ _DISPATCH, _TOGETHER = figures("dispatch"), figures("together")
 
 @dataclass(frozen=True)
 class HostCosts:
-    """What calls cost the host."""
+    """The host's time for calls."""
 
-    operator: Time  # an elementwise operator, up to its launch: Python, autograd's notes, an allocation
+    operator: Time  # an elementwise operator, up to its launch: Python, autograd, an allocation
     backward: Time  # the same in the backward pass
     view: Time  # an operator that launches nothing
     launch: Time
@@ -52,46 +52,46 @@ class HostCosts:
     graph_node_made: Time
 
     def dispatch(self, name: str, backward: bool) -> int:
-        """An operator by its full name, up to its launch: modelled host time, and the least of measured host time."""
+        """The time for an operator, by its full name, up to its launch; measured host time is at least this."""
         short = name.removeprefix("aten::")
         if backward:
             return round(_DISPATCH.backward_of.get(short, _DISPATCH.backward) * self.backward)
         return round(_DISPATCH.forward_of.get(short, _DISPATCH.forward) * self.operator)
 
     def lists(self, arguments: Iterable[object]) -> float:
-        """What the lists among the arguments of a `_foreach_` or `_fused_` operator add."""
+        """The time that lists among the arguments of a `_foreach_` or `_fused_` operator add."""
         listed = sum(len(argument) for argument in arguments if isinstance(argument, list))
         return float(_DISPATCH.listed * listed * self.operator)
 
     @cached_property
     def module(self) -> float:
-        """A call of a module."""
+        """The time for calling a module."""
         return float(_DISPATCH.module * self.operator)
 
     @cached_property
     def backward_pass(self) -> float:
-        """Another thread takes it over, and gives it back."""
+        """The time for handing a backward pass to another thread and back."""
         return float(_DISPATCH.backward_pass * self.backward)
 
 
 @dataclass(frozen=True)
 class HostTensorCosts:
-    """What operators on the host's own tensors take there, with as many threads as PyTorch starts by itself."""
+    """Rates of operators on host tensors, with as many threads as PyTorch starts by default."""
 
     streaming: Bandwidth  # bytes read and written
     draw: FineTime  # a random number
-    each: FineTime  # an element that is chosen, pooled or looked up
+    each: FineTime  # an element that is indexed, pooled or looked up
     shuffle: FineTime
     sort: FineTime
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """A stream as the host sees it."""
+    """Limits and latencies of a stream."""
 
-    pending: Count  # launches before the next one is held up
-    latency: Time  # from the begin of a launch to the start of its command on an idle stream
-    gap: Time  # between two commands that stood ready
+    pending: Count  # launches that a stream's queue holds
+    latency: Time  # from the beginning of a launch to the start of its command on an idle stream
+    gap: Time  # between two commands that are ready
     graph_gap: Time  # the same within a CUDA graph
 
 
@@ -100,14 +100,14 @@ class HostCopy(NamedTuple):
 
     name: str
     pinned: int
-    call: int  # what enqueuing costs the host
+    call: int  # the host's time for enqueuing
     work: int
     returns: bool  # whether the call may return before the bytes have moved
 
 
 @dataclass(frozen=True)
 class CopyCosts:
-    """Between host and device."""
+    """Copies between host and device."""
 
     latency: Time
     call: Time
@@ -115,8 +115,8 @@ class CopyCosts:
     to_device: Bandwidth  # from pageable memory
     to_host: Bandwidth  # to pageable memory
     to_fresh: Bandwidth  # to pageable memory that was never touched, as `.cpu()` allocates it
-    mapped: Size  # bytes that the C library maps anew each time, and gives back
-    staged: Size  # pageable bytes that the driver takes along at once
+    mapped: Size  # size from which the C library maps new pages for each allocation
+    staged: Size  # largest pageable copy that the driver stages, so that the call returns at once
     staging: Bandwidth
 
     def copy(self, direction: Direction, size: int, pinned: bool, fresh: int = 0) -> HostCopy:
@@ -139,25 +139,25 @@ class CopyCosts:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The device's own."""
+    """The device's memory."""
 
     size: Size
     bandwidth: Bandwidth
     malloc: Time  # cudaMalloc
-    free: Time  # cudaFree, without what it waits for
+    free: Time  # cudaFree, without its wait
 
 
 @dataclass(frozen=True)
 class CollectiveLaw:
-    """One kind of collective among the devices of a host, where it was measured by itself."""
+    """A kind of collective among the devices of a host that was measured by itself."""
 
-    latency: Time  # of two ranks, less a hop
+    latency: Time  # with two ranks, less a hop
     bandwidth: Bandwidth  # of a device's link
 
 
 @dataclass(frozen=True)
 class Wire:
-    """Between devices: within a host, and from host to host."""
+    """Links between devices: within a host, and between hosts."""
 
     latency: Time
     hop: Time  # for each rank beyond the first
@@ -169,15 +169,15 @@ class Wire:
     collectives: Mapping[str, CollectiveLaw] = field(default_factory=dict)
 
     def time(self, size: int) -> int:
-        """From one device of the host to another."""
+        """The time of a copy from one device of the host to another."""
         return self.latency + round(size / self.bandwidth)
 
     def collective(self, name: str, size: int, ranks: int, hosts: int = 1) -> int:
-        """How long a collective takes on the wire, once all of its ranks are there: NCCL's rings.
+        """The time of a collective on the wire, after all ranks have arrived, by NCCL's rings.
 
         `size`: bytes of a rank's larger tensor, not of a shard. Latencies and bandwidths were measured on four H200
-        (NVLink). For other numbers of ranks the formula is NCCL's own; what a hop costs, and each level of the
-        network's tree over the hosts, is an estimate.
+        (NVLink). For other numbers of ranks the formula is NCCL's; the costs of a hop, and of each level of the
+        network's tree over the hosts, are estimates.
         """
         if name in ("send", "recv"):
             return self.send_latency + round(size / self.bandwidth)
@@ -191,14 +191,14 @@ class Wire:
 
 def crossings(name: str, ranks: int) -> float:
     """How often each byte of a collective crosses a device's link."""
-    around = (ranks - 1) / ranks
-    shared = {"all_reduce": 2 * around, "all_gather": around, "reduce_scatter": around, "all_to_all": around}
-    return shared.get(name, 1.0 if ranks > 1 and name != "barrier" else 0.0)
+    share = (ranks - 1) / ranks
+    by_name = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}
+    return by_name.get(name, 1.0 if ranks > 1 and name != "barrier" else 0.0)
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Which share of its peak the device reaches: fitted to kernels of an H200, see benchmarks/virtual_costs.py."""
+    """Shares of the device's peak, fitted to kernels of an H200: see benchmarks/virtual_costs.py."""
 
     matrix: Share  # of the matrix rate, in a tile's inner loop
     sustained: Share  # of the matrix rate, once a product is so long that power limits it
@@ -218,7 +218,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Device:
-    """All of it."""
+    """A device and its host."""
 
     name: str
     capability: tuple[int, int]
@@ -233,21 +233,21 @@ class Device:
     efficiency: Efficiency
 
     def rate(self, dtype: str) -> float:
-        """Operations a nanosecond of a matrix product, at its peak."""
+        """Peak operations a nanosecond of a matrix product."""
         return self.matrix.get(dtype) or self.matrix["float32"]
 
     def slower_together(self, name: str) -> float:
-        """How many times as long a kernel takes beside a collective, or a collective ("nccl") beside kernels."""
-        return next((times for known, times in _TOGETHER.slower.items() if name.startswith(known)), 1.0)
+        """The factor by which a kernel is slower beside a collective, or a collective ("nccl") beside kernels."""
+        return next((times for prefix, times in _TOGETHER.slower.items() if name.startswith(prefix)), 1.0)
 
 
-# An operator as it was called: its tensors, and how long so many bytes or elements take on its device.
+# A call of an operator: its tensors, and the time of bytes and elements on its device.
 
 Shape: TypeAlias = tuple[int, ...]
 Operand: TypeAlias = tuple[Shape, str, Shape]
-"""An `Array` in plain, which is quicker to make."""
+"""The fields of an `Array` as a plain tuple, which is quicker to make."""
 Kernel: TypeAlias = tuple[str, int]
-"""Its name, and how long it runs."""
+"""A kernel's name and duration."""
 
 SHORTEST: int = figures("kernel").shortest
 """Nanoseconds of the shortest kernel."""
@@ -258,7 +258,7 @@ _SIZES = {
 
 
 class Array(NamedTuple):
-    """A tensor as a kernel finds it: its shape, the name of its type ("bfloat16") and its strides. Hashable."""
+    """A tensor's shape, the name of its type ("bfloat16") and its strides. Hashable."""
 
     shape: Shape
     dtype: str
@@ -270,12 +270,12 @@ class Array(NamedTuple):
 
     @property
     def item_size(self) -> int:
-        """Bytes an element; one for the small types."""
+        """Bytes of an element; one for types that are not listed."""
         return _SIZES.get(self.dtype, 1)
 
     @property
     def size(self) -> int:
-        """Bytes that a kernel touches: of an expanded tensor, those that exist."""
+        """Bytes that a kernel touches; an expanded dimension counts once."""
         return prod(length for length, stride in zip(self.shape, self.strides, strict=True) if stride) * self.item_size
 
     @property
@@ -284,8 +284,9 @@ class Array(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether its elements fill their memory, in whatever order of dimensions."""
-        return _fills(sorted((at, length) for length, at in zip(self.shape, self.strides, strict=True) if length != 1))
+        """Whether its elements fill their memory, in any order of dimensions."""
+        pairs = zip(self.strides, self.shape, strict=True)
+        return _fills(sorted((stride, length) for stride, length in pairs if length != 1))
 
     @property
     def contiguous(self) -> bool:
@@ -297,13 +298,13 @@ class Array(NamedTuple):
         return len(self.shape) >= 4 and self.strides[1] == 1 and self.shape[1] > 1
 
     def lies_as(self, other: Array) -> bool:
-        """Whether two tensors lie in memory in the same order."""
-        strides = zip(self.shape, self.strides, other.strides, strict=True)
-        return self.shape == other.shape and all(stride == its for length, stride, its in strides if length != 1)
+        """Whether two tensors have the same shape and order in memory."""
+        pairs = zip(self.shape, self.strides, other.strides, strict=True)
+        return self.shape == other.shape and all(first == second for length, first, second in pairs if length != 1)
 
 
 def _fills(dimensions: Iterable[tuple[int, int]]) -> bool:
-    """Given stride and length, from the innermost dimension on."""
+    """Whether dimensions, given as stride and length from the innermost one on, leave no gaps."""
     expected = 1
     for stride, length in dimensions:
         if length != 1 and stride != expected:
@@ -321,17 +322,17 @@ def largest(operands: Iterable[Array]) -> Array:
 
 
 def lasts(start: float, *limits: float) -> int:
-    """A kernel's time: its fixed part, and the longest of the times that limit it."""
+    """A kernel's duration: its fixed part, and the longest of the times that limit it."""
     return round(start + max(limits))
 
 
-class NoLaw(Exception):  # noqa: N818  # what is missing, not that something is wrong
-    """The law of this operator says nothing of such tensors; its bytes set its time, as for one that has no law."""
+class NoLaw(Exception):  # noqa: N818  # it names what is missing
+    """The operator's law does not cover such tensors; the elementwise law is used instead."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operator, the tensors in its schema's order, and those arguments that its law asks for."""
+    """An operator, its tensors in the schema's order, and the arguments that its law asks for."""
 
     device: Device
     name: str
@@ -342,11 +343,11 @@ class Call:
 
     @property
     def result(self) -> Array:
-        """What it makes; in place, what it is given."""
+        """The first output; of an in-place operator, the first input."""
         return (self.outputs or self.inputs)[0]
 
     def dtype(self, convolution: bool = False) -> str:
-        """As the matrix units see it. cuDNN may use TF32 unless told otherwise, cuBLAS only when told so."""
+        """The type for the matrix units. cuDNN uses TF32 by default, cuBLAS only if it is allowed."""
         dtype = (self.inputs or self.outputs)[0].dtype
         if dtype == "float32" and (self.tf32 or convolution):
             return "tfloat32"
@@ -358,19 +359,19 @@ class Call:
         return total(self.inputs) + total(self.outputs) + total(in_place)
 
     def streaming(self, moved: float, share: float) -> float:
-        """How long so many bytes take at a share of the memory bandwidth."""
+        """The time of `moved` bytes at a share of the memory bandwidth."""
         return moved / (self.device.memory.bandwidth * share)
 
     def streamed(self, moved: float, share: float, start: float = SHORTEST) -> int:
-        """A kernel that moves so many bytes."""
+        """The duration of a kernel that moves `moved` bytes."""
         return lasts(start, self.streaming(moved, share))
 
     def each(self, count: float, rate: float) -> float:
-        """How long so many elements take, at so many a nanosecond on each multiprocessor."""
+        """The time of `count` elements, at `rate` elements a nanosecond on each multiprocessor."""
         return count / (self.device.multiprocessors * rate)
 
     def strided(self, count: float) -> int:
-        """A kernel that reaches so many elements one by one."""
+        """The duration of a kernel that accesses `count` elements one by one."""
         return lasts(SHORTEST, self.each(count, 4.0 * self.device.efficiency.strided))
 
 
@@ -378,9 +379,9 @@ class Call:
 
 _FILES = Path(__file__).parents[1] / "devices"
 _LARGEST_FILE = 16 << 10
-"""Bytes: four times the longest of ours. What a long name takes of the memory grows with the square of its length."""
+"""Bytes, four times our longest file. The memory that a long name takes grows with the square of its length."""
 _MEASURED = "h200"
-"""What other files leave out is as on this one."""
+"""The device whose values replace those that other files leave out."""
 _SECTIONS: dict[str, type] = {
     "host": HostCosts,
     "host_tensors": HostTensorCosts,
@@ -408,18 +409,18 @@ _UNITS: dict[str, dict[str, float]] = {
 
 
 def names() -> list[str]:
-    """The devices that come with keepbusy."""
+    """Names of the devices that come with keepbusy."""
     return sorted(path.stem for path in _FILES.glob("*.toml"))
 
 
 def read(name: str) -> Device:
-    """A device by its name, or from a file of one's own; raises `BadInput` for anything else."""
+    """A device by its name, or from a file of the user's; raises `BadInput` for anything else."""
     path = path_of(name)
     return _device(_table(path), str(path))
 
 
 def path_of(name: str) -> Path:
-    """The file of a device; raises `BadInput` where there is none of that name."""
+    """The file of a device; raises `BadInput` for an unknown name."""
     if name in names():
         return _FILES / f"{name}.toml"
     if not name.endswith(".toml"):
@@ -428,62 +429,62 @@ def path_of(name: str) -> Path:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    return parsed(path, "a device file", _toml, _LARGEST_FILE)
+    def parse(text: str) -> dict[str, Any]:
+        table = tomllib.loads(text)
+        repr(table)  # fails here if it is nested too deep to be shown
+        return table
+
+    return parsed(path, "a device file", parse, _LARGEST_FILE)
 
 
-def _toml(text: str) -> dict[str, Any]:
-    table = tomllib.loads(text)
-    repr(table)  # what nests too deep to be shown is refused here
-    return table
-
-
-def _device(given: Mapping[str, Any], path: str) -> Device:
+def _device(table: Mapping[str, Any], path: str) -> Device:
     measured = _table(_FILES / f"{_MEASURED}.toml")
-    _refuse_unknown(given, {*measured, "collectives"}, path)
-    if not isinstance(given.get("name"), str):
+    _refuse_unknown(table, {*measured, "collectives"}, path)
+    if not isinstance(table.get("name"), str):
         raise BadInput(f'{path} does not give the device a name; add a line like name = "NVIDIA H200".')
     for section in (*_SECTIONS, "matrix"):
-        if not isinstance(given.get(section, {}), dict):
-            raise BadInput(f"{path} has {section} = {given[section]!r}, where a table [{section}] belongs.")
-        known = set(measured[section]) if section in _SECTIONS else {*given.get(section, {})}
-        _refuse_unknown(given.get(section, {}), known, path, f"{section}.")
-        measured[section] |= given.get(section, {})
-    table = {**measured, **{name: value for name, value in given.items() if not isinstance(value, dict)}}
-    sections = {name: _section(kind, table[name], name, path) for name, kind in _SECTIONS.items()}
-    sections["wire"] = replace(sections["wire"], collectives=_laws(given.get("collectives", {}), path))
-    rates = {dtype: _value("Rate", rate, f"matrix.{dtype}", path) for dtype, rate in table["matrix"].items()}
-    multiprocessors = _value("Count", table["multiprocessors"], "multiprocessors", path)
-    capability = _capability(table["capability"], path)
-    return Device(table["name"], capability, multiprocessors, MappingProxyType(rates), **sections)
+        values = table.get(section, {})
+        if not isinstance(values, dict):
+            raise BadInput(f"{path} has {section} = {values!r}, where a table [{section}] belongs.")
+        if section in _SECTIONS:  # the types in [matrix] may be any
+            _refuse_unknown(values, set(measured[section]), path, f"{section}.")
+        measured[section] |= values
+    merged = {**measured, **{name: value for name, value in table.items() if not isinstance(value, dict)}}
+    sections = {name: _section(kind, merged[name], name, path) for name, kind in _SECTIONS.items()}
+    sections["wire"] = replace(sections["wire"], collectives=_laws(table.get("collectives", {}), path))
+    rates = {dtype: _value("Rate", rate, f"matrix.{dtype}", path) for dtype, rate in merged["matrix"].items()}
+    multiprocessors = _value("Count", merged["multiprocessors"], "multiprocessors", path)
+    capability = _capability(merged["capability"], path)
+    return Device(merged["name"], capability, multiprocessors, MappingProxyType(rates), **sections)
 
 
-def _section(kind: Any, given: Mapping[str, Any], section: str, path: str) -> Any:
-    types = {entry.name: str(entry.type) for entry in fields(kind) if entry.name in given}
+def _section(kind: Any, values: Mapping[str, Any], section: str, path: str) -> Any:
+    types = {entry.name: str(entry.type) for entry in fields(kind) if entry.name in values}
     return kind(
-        **{name: _value(type_name, given[name], f"{section}.{name}", path) for name, type_name in types.items()}
+        **{name: _value(type_name, values[name], f"{section}.{name}", path) for name, type_name in types.items()}
     )
 
 
-def _laws(given: Any, path: str) -> Mapping[str, CollectiveLaw]:
-    """What stands in [collectives.NAME]: a latency and a bandwidth each."""
-    if not isinstance(given, dict):
-        raise BadInput(f"{path} has collectives = {given!r}, where tables like [collectives.all_reduce] belong.")
-    _refuse_unknown(given, set(_COLLECTIVES), path, "collectives.")
-    for name, law in given.items():
+def _laws(tables: Any, path: str) -> Mapping[str, CollectiveLaw]:
+    """The tables [collectives.NAME], each with a latency and a bandwidth."""
+    if not isinstance(tables, dict):
+        raise BadInput(f"{path} has collectives = {tables!r}, where tables like [collectives.all_reduce] belong.")
+    _refuse_unknown(tables, set(_COLLECTIVES), path, "collectives.")
+    for name, law in tables.items():
         where = f"collectives.{name}"
         if not isinstance(law, dict) or not {"latency", "bandwidth"} <= set(law):
             raise BadInput(f'{path} has {where} = {law!r}; give it latency = "30 us" and bandwidth = "350 GB/s".')
         _refuse_unknown(law, {"latency", "bandwidth"}, path, f"{where}.")
-    laws = {name: _section(CollectiveLaw, law, f"collectives.{name}", path) for name, law in given.items()}
+    laws = {name: _section(CollectiveLaw, law, f"collectives.{name}", path) for name, law in tables.items()}
     return MappingProxyType(laws)
 
 
-def _value(kind: str, value: Any, what: str, path: str) -> Any:
-    read, wanted = _READERS[kind]
+def _value(kind: str, value: Any, key: str, path: str) -> Any:
+    read, expected = _READERS[kind]
     try:
         return read(value)
     except (ValueError, TypeError, KeyError):
-        raise BadInput(f"{path} has {what} = {value!r}; give {wanted}.") from None
+        raise BadInput(f"{path} has {key} = {value!r}; give {expected}.") from None
 
 
 def _share(value: Any) -> float:
@@ -499,8 +500,8 @@ def _count(value: Any) -> int:
 
 
 def _quantity(kind: str, value: Any) -> float:
-    found, units = _QUANTITY.match(value), _UNITS[kind]
-    quantity = float(found[1]) * units[found[2]] if found else -1.0
+    match, units = _QUANTITY.match(value), _UNITS[kind]
+    quantity = float(match[1]) * units[match[2]] if match else -1.0
     if not 0 < quantity < 1e18 and not (quantity == 0 and units is _TIMES):
         raise ValueError
     return round(quantity) if kind in ("Time", "Size") else quantity
@@ -514,13 +515,13 @@ _READERS: dict[str, tuple[Callable[[Any], float], str]] = {
 
 
 def _capability(value: Any, path: str) -> tuple[int, int]:
-    found = _CAPABILITY.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
+    match = _CAPABILITY.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
         raise BadInput(f'{path} has capability = {value!r}; give CUDA\'s compute capability, like "9.0".')
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
-def _refuse_unknown(table: Mapping[str, Any], known: set[str], path: str, before: str = "") -> None:
+def _refuse_unknown(table: Mapping[str, Any], known: set[str], path: str, prefix: str = "") -> None:
     for name in [name for name in table if name not in known]:
-        what = f"{before}{name}, which keepbusy does not know"
-        raise BadInput(f"{path} sets {what}; it knows {', '.join(sorted(known))}.")
+        accepted = ", ".join(sorted(known))
+        raise BadInput(f"{path} sets {prefix}{name}, which keepbusy does not know; it knows {accepted}.")

@@ -1,8 +1,8 @@
-"""How long operators take: a law a family, with the figures of figures.toml. operators.toml says which follows which.
+"""The kernels of operators: a law a family, with figures from figures.toml. operators.toml names each law's operators.
 
-A product is cut into tiles, and the multiprocessors take one each, wave after wave; the last wave may be nearly empty.
-A long inner dimension is split where that fills the waves. All else takes the time of the bytes it moves or of the
-elements it reaches.
+A product is cut into tiles, which the multiprocessors compute in waves; the last wave may be nearly empty. A long inner
+dimension is split if that fills the waves. Other kernels take the time of the bytes that they move or of the elements
+that they access.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _INDICES, _MASKS = ("int64", "int32"), ("bool", "uint8")
 
 
 def elementwise(call: Call) -> list[Kernel]:
-    """The usual case, also for operators that nobody described: one kernel, all bytes once."""
+    """The usual case, also for operators without a law: one kernel that moves all bytes once."""
     operands = (*call.inputs, *call.outputs)
-    whole, efficiency = largest(operands), call.device.efficiency
-    large = [array for array in operands if array.elements * 16 > whole.elements]
+    largest_array, efficiency = largest(operands), call.device.efficiency
+    large = [array for array in operands if array.elements * 16 > largest_array.elements]
     name, share = f"elementwise_{call.name}", _elementwise_share(call, large)
     start = SHORTEST if share > efficiency.mixed else ELEMENTWISE.converting_start
     plain = call.streamed(call.moved(), share, start)
-    broadcasts = any(1 < array.elements < whole.elements for array in call.inputs)  # more than a scalar
-    if whole.dense and not broadcasts and all(array.lies_as(whole) for array in large):
+    broadcasts = any(1 < array.elements < largest_array.elements for array in call.inputs)  # apart from scalars
+    if largest_array.dense and not broadcasts and all(array.lies_as(largest_array) for array in large):
         return [(name, plain)]
-    count = whole.elements
-    if any(_transposes(array, whole) for array in large):
+    count = largest_array.elements
+    if any(_transposes(array, largest_array) for array in large):
         return [(name, max(plain, lasts(SHORTEST, call.each(count, ELEMENTWISE.transposing))))]
-    # wide elements are moved as fast as narrow ones until the bytes are the limit
-    return [(name, max(plain, call.strided(count * (1.0 if whole.item_size <= 4 else ELEMENTWISE.wide))))]
+    # wide elements take as long as narrow ones until bytes are the limit
+    return [(name, max(plain, call.strided(count * (1.0 if largest_array.item_size <= 4 else ELEMENTWISE.wide))))]
 
 
 def _elementwise_share(call: Call, large: list[Array]) -> float:
@@ -56,16 +56,16 @@ def _elementwise_share(call: Call, large: list[Array]) -> float:
     if len({array.dtype for array in large if array.dtype not in _MASKS}) > 1:
         to_half = call.name == "copy" and call.outputs[0].dtype in ("float16", "bfloat16")
         return efficiency.streaming if to_half else efficiency.mixed
-    # wider types are waited for anyway
+    # with wider types memory is the limit
     heavy = call.name in ELEMENTWISE.heavy and bool(large) and large[0].item_size <= 2
     return efficiency.heavy if heavy else efficiency.streaming
 
 
 def _transposes(array: Array, other: Array) -> bool:
-    """Whether what lies side by side in one tensor lies apart in the other."""
+    """Whether neighbours in the memory of one tensor are apart in the other."""
     adjacent, other_adjacent = (
-        {dim for dim, length in enumerate(each.shape) if length > 1 and each.strides[dim] == 1}
-        for each in (array, other)
+        {dim for dim, length in enumerate(tensor.shape) if length > 1 and tensor.strides[dim] == 1}
+        for tensor in (array, other)
     )
     spread = any(length > 1 and stride == 0 for length, stride in zip(array.shape, array.strides, strict=True))
     apart = bool(adjacent) and bool(other_adjacent) and not adjacent & other_adjacent
@@ -73,13 +73,13 @@ def _transposes(array: Array, other: Array) -> bool:
 
 
 def copy(call: Call) -> list[Kernel]:
-    """To `self`, which is written and not read, whether it is given as an input or as the output."""
+    """A copy to `self`, which is only written, whether it is given as an input or as the output."""
     target = call.result
     return elementwise(replace(call, name="copy", inputs=call.inputs[-1:], outputs=(target,)))
 
 
 def nothing(_call: Call) -> list[Kernel]:
-    """A view, or memory that nobody fills."""
+    """A view, or memory that is not filled."""
     return []
 
 
@@ -89,7 +89,7 @@ def fill(call: Call) -> list[Kernel]:
 
 
 def clear(call: Call) -> Kernel:
-    """The results are zeroed before something is added to them."""
+    """The kernel that zeroes results before values are added to them."""
     return "fill", call.streamed(total(call.outputs), call.device.efficiency.streaming)
 
 
@@ -101,29 +101,29 @@ def draw(call: Call) -> list[Kernel]:
 
 
 def dropout(call: Call) -> list[Kernel]:
-    drawn = 0.0 if call.name.endswith("backward") else call.each(call.inputs[0].elements, RANDOM.other)
+    drawing = 0.0 if call.name.endswith("backward") else call.each(call.inputs[0].elements, RANDOM.other)
     streaming = call.streaming(call.moved(), call.device.efficiency.rows)
-    return [("fused_dropout", lasts(DROPOUT.start, streaming, drawn))]
+    return [("fused_dropout", lasts(DROPOUT.start, streaming, drawing))]
 
 
 def concatenate(call: Call) -> list[Kernel]:
     efficiency, moved = call.device.efficiency, 2 * total(call.inputs)
     if all(array.contiguous for array in call.inputs):
         return [("concatenate", call.streamed(moved, efficiency.streaming))]
-    apart = call.strided(round(CONCATENATE.apart * sum(array.elements for array in call.inputs)))
-    return [("concatenate", max(call.streamed(moved, efficiency.mixed), apart))]
+    scattered = call.strided(round(CONCATENATE.apart * sum(array.elements for array in call.inputs)))
+    return [("concatenate", max(call.streamed(moved, efficiency.mixed), scattered))]
 
 
 def move(call: Call) -> list[Kernel]:
-    """Elements that are moved one by one."""
+    """Elements moved one by one."""
     return [(f"move_{call.name}", call.strided(largest((*call.outputs, *call.inputs)).elements))]
 
 
-# Many elements into few: sums, softmaxes, losses, sorts and scans
+# Reductions, softmaxes, losses, sorts and scans
 
 
 def reduce(call: Call) -> list[Kernel]:
-    """Over everything, over rows, or over columns, of which many are needed to be fast."""
+    """A reduction of all elements, of rows, or of columns, which is fast only with many columns."""
     source, name, law = call.inputs[0], f"reduce_{call.name}", REDUCTIONS
     count, results = source.elements, max(1, sum(array.elements for array in call.outputs))
     cleared: Kernel = ("Memset (Device)", law.clearing)
@@ -142,12 +142,12 @@ def reduce(call: Call) -> list[Kernel]:
 
 
 def _columns(call: Call, source: Array) -> int:
-    """How many elements lie side by side that are not summed with each other; 0 if they are."""
+    """How many neighbours in memory belong to different sums; 0 if neighbours are summed."""
     dims, shape = call.arguments.get("dim"), source.shape
     if dims is None or not shape:
         return 0
-    listed = (dims,) if isinstance(dims, int) else tuple(dims)
-    summed = {dim % len(shape) for dim in listed if isinstance(dim, int)} or set(range(len(shape)))
+    dim_list = (dims,) if isinstance(dims, int) else tuple(dims)
+    summed = {dim % len(shape) for dim in dim_list if isinstance(dim, int)} or set(range(len(shape)))
     inner = min(range(len(shape)), key=lambda dim: (source.strides[dim] if shape[dim] > 1 else 1 << 60, -dim))
     return 0 if inner in summed else shape[inner]
 
@@ -158,14 +158,14 @@ def columns_share(device: Device, columns: int) -> float:
 
 
 def softmax(call: Call) -> list[Kernel]:
-    """Rows that fit into registers are read once, others again and again."""
+    """Rows that fit into registers are read once, longer ones several times."""
     backward, source, efficiency = call.name.endswith("backward_data"), call.inputs[0], call.device.efficiency
     width = source.shape[-1] if source.shape else 1
     name, moved = call.name.strip("_"), call.moved()
     if width > SOFTMAX.cache:
         share = SOFTMAX.beyond_backward if backward else SOFTMAX.beyond
-        least = call.each(source.elements, SOFTMAX.beyond_rate)
-        return [(name, lasts(SOFTMAX.start, call.streaming(moved, share), least))]
+        element_limit = call.each(source.elements, SOFTMAX.beyond_rate)
+        return [(name, lasts(SOFTMAX.start, call.streaming(moved, share), element_limit))]
     share = efficiency.streaming if backward or width <= SOFTMAX.registers else efficiency.softmax
     return [(name, call.streamed(moved, share, SOFTMAX.start))]
 
@@ -181,7 +181,7 @@ def nll_loss_backward(call: Call) -> list[Kernel]:
 
 
 def sort(call: Call) -> list[Kernel]:
-    """A few bits of the keys at a time: wider types take more passes."""
+    """A pass takes a few bits of the keys, so wider types need more passes."""
     source = call.inputs[0]
     if source.elements <= SORT.small:
         return [("sort_small", SORT.small_start)]
@@ -191,10 +191,10 @@ def sort(call: Call) -> list[Kernel]:
 
 
 def topk(call: Call) -> list[Kernel]:
-    """The least of the chosen is found a few bits at a time, row by row."""
+    """The smallest chosen element is found a few bits at a time, row by row."""
     source = call.inputs[0]
-    found = lasts(TOPK.start + source.rows * TOPK.row, call.each(source.size, TOPK.rate))
-    return [("topk_gather", found), ("topk_sort", TOPK.sorting)]
+    selecting = lasts(TOPK.start + source.rows * TOPK.row, call.each(source.size, TOPK.rate))
+    return [("topk_gather", selecting), ("topk_sort", TOPK.sorting)]
 
 
 def unique(call: Call) -> list[Kernel]:
@@ -206,7 +206,7 @@ def scan(call: Call) -> list[Kernel]:
     return [("scan_init", SCAN.init), ("scan", scanned)]
 
 
-# Normalisations: a pass for the statistics, a pass for the result, and what their gradients take
+# Normalisations: a pass for the statistics, a pass for the result, and their gradients
 
 
 def layer_norm(call: Call) -> list[Kernel]:
@@ -235,7 +235,7 @@ def group_norm(call: Call) -> list[Kernel]:
 
 
 def batch_norm(call: Call) -> list[Kernel]:
-    """By whether channels come last in memory, and by the type."""
+    """The passes depend on the type, and on whether channels come last in memory."""
     image = call.inputs[0]
     by_rows = image.channels_last or len(image.shape) == 2
     kind = "last" if by_rows else "cudnn" if image.item_size >= 4 else "first"
@@ -262,29 +262,29 @@ def _passes(call: Call, name: str) -> list[Kernel]:
     return kernels
 
 
-# What is found by number: embeddings, indices, masks, scatters
+# Indexing: embeddings, indices, masks, scatters
 
 
 def gather(call: Call) -> list[Kernel]:
-    """Rows of a table, found by their numbers."""
+    """Rows of a table, looked up by index."""
     written = total(call.outputs or call.inputs[:1])
     if total(call.inputs[:1]) > INDEXING.cache:
         streaming = 2 * written / INDEXING.beyond / call.device.memory.bandwidth
     else:
         streaming = INDEXING.cached * written / call.device.efficiency.streaming / call.device.memory.bandwidth
-    numbers = max((array.elements for array in call.inputs if array.dtype in _INDICES), default=0)
-    # no more rows than the result has: `gather` gives a number for every element
-    rows = min(numbers, call.result.rows)
-    found = rows * INDEXING.row / call.device.multiprocessors
-    return [(f"gather_{call.name}", lasts(INDEXING.start, streaming, found))]
+    index_count = max((array.elements for array in call.inputs if array.dtype in _INDICES), default=0)
+    # no more rows than the result has: `gather` has an index for every element
+    rows = min(index_count, call.result.rows)
+    row_lookup = rows * INDEXING.row / call.device.multiprocessors
+    return [(f"gather_{call.name}", lasts(INDEXING.start, streaming, row_lookup))]
 
 
 def index(call: Call) -> list[Kernel]:
-    """By numbers, or by a mask, whose places are numbers too."""
+    """Indexing by numbers, or by a mask, which is turned into numbers first."""
     if not any(array.dtype in _MASKS for array in call.inputs[1:]):
         return gather(call)
-    found = call.outputs[0].shape[0] if call.outputs and call.outputs[0].shape else 1
-    rows = gather(replace(call, inputs=(*call.inputs, Array((found,), "int64", (1,)))))
+    chosen = call.outputs[0].shape[0] if call.outputs and call.outputs[0].shape else 1
+    rows = gather(replace(call, inputs=(*call.inputs, Array((chosen,), "int64", (1,)))))
     return [*_places_of_masks(call), *rows]
 
 
@@ -293,13 +293,13 @@ def masked_select(call: Call) -> list[Kernel]:
 
 
 def _places_of_masks(call: Call) -> list[Kernel]:
-    """A mask is made a list of places first."""
+    """The kernels that turn masks into lists of places."""
     masks = [array for array in call.inputs[1:] if array.dtype in _MASKS]
     return [kernel for mask in masks for kernel in nonzero(replace(call, inputs=(mask,)))]
 
 
 def nonzero(call: Call) -> list[Kernel]:
-    """Count, read the count on the host (the caller's part), then write the places."""
+    """Count, read the count on the host (which the caller adds), then write the places."""
     read = call.streamed(call.inputs[0].size, call.device.efficiency.rows, NONZERO.start)
     counted: list[Kernel] = [("nonzero_count", read), ("nonzero_total", NONZERO.total), ("nonzero_init", NONZERO.init)]
     return [*counted, ("nonzero_write", NONZERO.write + read)]
@@ -315,7 +315,7 @@ def index_add(call: Call) -> list[Kernel]:
 
 
 def index_put(call: Call) -> list[Kernel]:
-    """Adding where indices may repeat means sorting them first; one value under a mask is a fill."""
+    """Accumulating sorts the indices first, since they may repeat. A single value under a mask is a fill."""
     values = call.inputs[-1].elements
     if call.inputs[-1].dtype in _MASKS or (values == 1 and any(array.dtype in _MASKS for array in call.inputs[1:])):
         return [("masked_fill", call.strided(call.inputs[0].elements))]
@@ -327,7 +327,7 @@ def index_put(call: Call) -> list[Kernel]:
 
 
 def embedding_backward(call: Call) -> list[Kernel]:
-    """Few indices are added at once; many are sorted first."""
+    """Few indices are added directly; many are sorted first."""
     grad, law, share = call.inputs[0], EMBEDDING_BACKWARD, call.device.efficiency.random
     count = call.inputs[-1].elements
     if count <= law.small:
@@ -349,7 +349,7 @@ def bincount(call: Call) -> list[Kernel]:
     return [*[("reduce_extremes", BINCOUNT.extremes)] * 4, ("bincount", counted)]
 
 
-# Images: pools, and changes of size
+# Images: pooling and resizing
 
 
 def average(call: Call) -> list[Kernel]:
@@ -381,7 +381,7 @@ def bilinear(call: Call) -> list[Kernel]:
     return [("resize_planes", resized)]
 
 
-# Lists of tensors: foreach and fused optimizers, blocks of all of them in as few launches as their tables hold
+# Lists of tensors, as in foreach and fused optimizers: the tensors share launches, as many as a launch's tables hold
 
 
 def multi_tensor(call: Call) -> list[Kernel]:
@@ -390,30 +390,30 @@ def multi_tensor(call: Call) -> list[Kernel]:
     fused, new = call.name.startswith("_fused_"), bool(call.outputs) and not call.name.endswith("_")
     # fused Adam writes the parameters and both averages, the others one list
     written = total(call.outputs) if new else total(first) * (max(1, min(lists, 4) - 1) if fused else 1)
-    deep = lists + 1 if new else lists
-    launches = _launches(first, LISTS.tensors[min(deep, len(LISTS.tensors)) - 1])
-    share = (total(call.inputs) + written) / max(1, sum(launches))
-    share /= call.device.memory.bandwidth * call.device.efficiency.foreach
-    alone = LISTS.alone_fused if fused else LISTS.alone[min(deep, len(LISTS.alone)) - 1]
-    longest = alone * min(LISTS.chunk, max((tensor.elements for tensor in first), default=0))
+    depth = lists + 1 if new else lists
+    launches = _launches(first, LISTS.tensors[min(depth, len(LISTS.tensors)) - 1])
+    element_time = (total(call.inputs) + written) / max(1, sum(launches))
+    element_time /= call.device.memory.bandwidth * call.device.efficiency.foreach
+    alone_time = LISTS.alone_fused if fused else LISTS.alone[min(depth, len(LISTS.alone)) - 1]
+    longest = alone_time * min(LISTS.chunk, max((tensor.elements for tensor in first), default=0))
     start = LISTS.start_fused if fused else LISTS.start
-    return [(f"multi_tensor{call.name.rstrip('_')}", lasts(start, part * share, longest)) for part in launches]
+    return [(f"multi_tensor{call.name.rstrip('_')}", lasts(start, part * element_time, longest)) for part in launches]
 
 
 def _launches(tensors: tuple[Array, ...], limit: int) -> list[int]:
-    """Elements of each launch, which takes so many tensors and so many blocks."""
-    launches, blocks, begun, count = [], 0, 0, 0
+    """Elements of each launch, which takes at most `limit` tensors and a number of blocks."""
+    launches, blocks, tensors_begun, count = [], 0, 0, 0
     for tensor in tensors:
         remaining = tensor.elements
-        begun += 1
+        tensors_begun += 1
         while remaining > 0:
             part = min(remaining, LISTS.chunk)
             remaining -= part
             count += part
             blocks += 1
-            if blocks == LISTS.blocks or (begun == limit and remaining == 0):
+            if blocks == LISTS.blocks or (tensors_begun == limit and remaining == 0):
                 launches.append(count)
-                blocks, count, begun = 0, 0, int(remaining > 0)
+                blocks, count, tensors_begun = 0, 0, int(remaining > 0)
     return [*launches, count] if count or not launches else launches
 
 
@@ -428,12 +428,12 @@ def matrix_product(call: Call) -> list[Kernel]:
     left, right = matrices[-2:] if is_last else matrices[:2]
     if call.name in ("addr", "outer") or len(left.shape) == 1 or len(right.shape) == 1:
         return [_vector_product(call, left, right, *call.outputs)]
-    folds = call.name in ("linear", "matmul") and len(right.shape) == 2
-    rows = prod(left.shape[:-1]) if folds else left.shape[-2]
+    is_folded = call.name in ("linear", "matmul") and len(right.shape) == 2
+    rows = prod(left.shape[:-1]) if is_folded else left.shape[-2]
     columns = right.shape[-2] if call.name == "linear" else right.shape[-1]
     if min(rows, columns) == 1:
         return [_vector_product(call, left, right)]
-    batch = 1 if folds else prod(left.shape[:-2]) if len(left.shape) > 2 else prod(right.shape[:-2])
+    batch = 1 if is_folded else prod(left.shape[:-2]) if len(left.shape) > 2 else prod(right.shape[:-2])
     dtype = call.dtype()
     return [(f"gemm_{dtype}", product(call.device, rows, columns, left.shape[-1], dtype, left.item_size, batch))]
 
@@ -445,7 +445,7 @@ def _vector_product(call: Call, *operands: Array) -> Kernel:
 def product(
     device: Device, rows: int, columns: int, inner: int, dtype: str, width: int, batch: int = 1, moved: int = 0
 ) -> int:
-    """`width`: bytes of an element; `moved`: bytes in all, where they are fewer than those of the matrices."""
+    """`width`: bytes of an element; `moved`: bytes in all, if fewer than those of the matrices."""
     if not rows * columns * inner * batch:
         return int(PRODUCTS.start)
     cores = dtype in _TENSOR_CORES
@@ -462,7 +462,7 @@ def product(
             reached = rate * share / device.multiprocessors
             tiled = waves * 2.0 * high * wide * (-(-inner // split) + fill) / reached
             spent = min(spent, tiled if split == 1 else tiled + PRODUCTS.summing + written)
-    if spent > PRODUCTS.long and cores:  # the limit of power
+    if spent > PRODUCTS.long and cores:  # limited by power
         operations = 2.0 * batch * rows * columns * inner
         beyond = (spent - PRODUCTS.long) / spent * operations
         spent = PRODUCTS.long + beyond / (device.rate(dtype) * device.efficiency.sustained)
@@ -470,7 +470,7 @@ def product(
     return lasts(PRODUCTS.start, spent, moved / (device.memory.bandwidth * device.efficiency.streaming))
 
 
-# Attention, recognised whole: one kernel forward, three backward
+# Attention: one kernel forward, three backward
 
 
 def attend(call: Call) -> list[Kernel]:
@@ -478,7 +478,7 @@ def attend(call: Call) -> list[Kernel]:
 
 
 def attend_backward(call: Call) -> list[Kernel]:
-    """Its inputs begin with the gradient of the result, or with the query."""
+    """The inputs begin with the gradient of the result, or with the query."""
     query = call.inputs[0]
     same = [array for array in call.inputs if len(array.shape) == 4 and array.shape[-1] == query.shape[-1]]
     if not same:
@@ -494,7 +494,7 @@ def attend_backward(call: Call) -> list[Kernel]:
 
 
 def attend_whole(call: Call) -> list[Kernel]:
-    """Its projections with it: queries, keys and values at once, and what comes out."""
+    """Attention with its projections: queries, keys and values at once, and the result."""
     if len(call.inputs[0].shape) != 3:
         raise NoLaw("not a batch of sequences")
     (batch, length, width), dtype = call.inputs[0].shape, call.dtype()
@@ -510,7 +510,7 @@ def _attention(call: Call, query: Array, key: Array, backward: bool = False) -> 
     *batch_and_heads, queries, width = query.shape
     device, heads, keys = call.device, prod(batch_and_heads), key.shape[-2]
     causal = bool(call.arguments.get("is_causal", False))
-    if call.dtype() in _TENSOR_CORES:  # a block for each tile of queries, past all of its keys; backward vice versa
+    if call.dtype() in _TENSOR_CORES:  # a block for a tile of queries reads all keys; backward the other way round
         tile, law = ATTENTION.tile, ATTENTION.backward if backward else ATTENTION.forward
         tiled, others = (keys, queries) if backward else (queries, keys)
         padded = -(-others // tile) * tile
@@ -527,7 +527,7 @@ def _attention(call: Call, query: Array, key: Array, backward: bool = False) -> 
     return [(f"flash_attention_{'backward' if backward else 'forward'}", lasts(ATTENTION.start, spent))]
 
 
-# Convolutions: implicit products over channels last, and what cuDNN does around them
+# Convolutions: implicit products over channels last, and the kernels that cuDNN adds
 
 
 def convolve(call: Call) -> list[Kernel]:
@@ -540,7 +540,7 @@ def convolve(call: Call) -> list[Kernel]:
 
 
 def convolve_backward(call: Call) -> list[Kernel]:
-    """The gradients that were asked for: their shapes tell which."""
+    """The gradients that are needed, recognised by their shapes."""
     grad, source, filters = call.inputs[:3]
     kernels: list[Kernel] = []
     for result in call.outputs:
@@ -554,46 +554,46 @@ def convolve_backward(call: Call) -> list[Kernel]:
     return kernels
 
 
-def _convolution(call: Call, source: Array, filters: Array, result: Array, turn: str) -> list[Kernel]:
-    """Forward, or one of the gradients; a transposed convolution is the other way round."""
+def _convolution(call: Call, source: Array, filters: Array, result: Array, direction: str) -> list[Kernel]:
+    """`direction`: "forward", or "input" or "weight" for a gradient. A transposed convolution swaps the first two."""
     groups, dtype = int(call.arguments.get("groups", 1)), call.dtype(convolution=True)
     if call.arguments.get("transposed", False):
         source, result = result, source
-        turn = {"forward": "input", "input": "forward"}.get(turn, turn)
+        direction = {"forward": "input", "input": "forward"}.get(direction, direction)
     channels, taps = filters.shape[1], prod(filters.shape[2:])
     if groups > 1 and channels == 1:
-        return [_depthwise(call, source, result, taps, turn)]
+        return [_depthwise(call, source, result, taps, direction)]
     cores = dtype in _CONVOLUTION_CORES
     if cores and channels < CONVOLUTIONS.channels:
-        return [*_transposed(call, source, result), *_padded(call, source, channels), _shallow(result, taps, turn)]
-    # one tap at every pixel needs no other layout: a plain product does
-    plain = taps == 1 and all(stride == 1 for stride in call.arguments.get("stride", ())) and len(source.shape) > 2
-    around = _transposed(call, source, result, filters) if cores and not plain else []
-    return [*around, _implicit_product(call, source, filters, result, turn, groups)]
+        return [*_transposed(call, source, result), *_padded(call, source, channels), _shallow(result, taps, direction)]
+    # with one tap at every pixel a plain product does, in any layout
+    is_plain = taps == 1 and all(stride == 1 for stride in call.arguments.get("stride", ())) and len(source.shape) > 2
+    transposes = _transposed(call, source, result, filters) if cores and not is_plain else []
+    return [*transposes, _implicit_product(call, source, filters, result, direction, groups)]
 
 
-def _implicit_product(call: Call, source: Array, filters: Array, result: Array, turn: str, groups: int) -> Kernel:
-    """As a product of matrices whose bytes are those of the images."""
+def _implicit_product(call: Call, source: Array, filters: Array, result: Array, direction: str, groups: int) -> Kernel:
+    """A product of matrices whose bytes are those of the images."""
     if not result.shape:
         raise NoLaw("a result without dimensions")
     dtype, width = call.dtype(convolution=True), source.item_size
     positions = result.shape[0] * prod(result.shape[2:])
     channels, taps, out = filters.shape[1], prod(filters.shape[2:]), filters.shape[0] // groups
     rows, columns, inner = positions, out, channels * taps
-    if turn == "input":
+    if direction == "input":
         columns, inner = channels, out * taps
-    elif turn == "weight":
+    elif direction == "weight":
         rows, columns, inner = out, channels * taps, positions
     moved = (source.elements + result.elements + filters.elements) * width
     spent = product(call.device, rows, columns, inner, dtype, width, groups, moved)
-    if turn == "weight":
+    if direction == "weight":
         law = CONVOLUTIONS.weight_tfloat32 if dtype == "tfloat32" else CONVOLUTIONS.weight
         spent = round(spent * law["times"]) + law["adding"]
-    return f"conv_{turn}_{dtype}", spent + (CONVOLUTIONS.gathering if taps > 1 else 0)
+    return f"conv_{direction}_{dtype}", spent + (CONVOLUTIONS.gathering if taps > 1 else 0)
 
 
 def _transposed(call: Call, source: Array, result: Array, filters: Array | None = None) -> list[Kernel]:
-    """Tensor cores read channels last; what lies otherwise is transposed before and after."""
+    """The transposes around a convolution by tensor cores, which need channels last."""
     if len(source.shape) != 4 or source.shape[1] == 1:
         return []
     law, of_filters = CONVOLUTIONS.transposing, CONVOLUTIONS.transposing_filters
@@ -603,43 +603,44 @@ def _transposed(call: Call, source: Array, result: Array, filters: Array | None 
             limits = call.streaming(2 * array.size, law["share"]), call.each(array.elements, law["rate"])
             kernels.append(("nchw_to_nhwc", lasts(law["start"], *limits)))
     if kernels and filters is not None:
-        turned = lasts(of_filters["start"], call.each(filters.elements, of_filters["rate"]))
-        kernels.append(("nchw_to_nhwc", turned))
+        duration = lasts(of_filters["start"], call.each(filters.elements, of_filters["rate"]))
+        kernels.append(("nchw_to_nhwc", duration))
     return kernels
 
 
 def _padded(call: Call, source: Array, channels: int) -> list[Kernel]:
-    """Images have three channels, and tensor cores want eight."""
+    """Padding of channels: images have three, and tensor cores need eight."""
     if channels == 1:
         return []
     if len(source.shape) < 2 or not source.shape[1]:
         raise NoLaw("no channels")
-    law, padded = CONVOLUTIONS.padding, source.size / source.shape[1] * CONVOLUTIONS.channels
+    law, padded_size = CONVOLUTIONS.padding, source.size / source.shape[1] * CONVOLUTIONS.channels
     return [
-        ("fill", call.streamed(padded, call.device.efficiency.streaming, law["clearing"])),
-        ("conv_pad_channels", call.streamed(law["times"] * padded, law["share"], law["start"])),
+        ("fill", call.streamed(padded_size, call.device.efficiency.streaming, law["clearing"])),
+        ("conv_pad_channels", call.streamed(law["times"] * padded_size, law["share"], law["start"])),
     ]
 
 
-def _shallow(result: Array, taps: int, turn: str) -> Kernel:
-    """Few channels feed the tensor cores badly: the results set the time."""
+def _shallow(result: Array, taps: int, direction: str) -> Kernel:
+    """A convolution with so few channels that the number of results sets its time."""
     count, law, weight = result.elements, CONVOLUTIONS.shallow, CONVOLUTIONS.shallow_weight
-    if turn == "weight":
-        return f"conv_{turn}", lasts(weight["start"], count * weight["each"])
-    each = law["each"] + law["tap"] * taps * CONVOLUTIONS.channels
-    return f"conv_{turn}", lasts(PRODUCTS.start, count * each)
+    if direction == "weight":
+        return f"conv_{direction}", lasts(weight["start"], count * weight["each"])
+    element_time = law["each"] + law["tap"] * taps * CONVOLUTIONS.channels
+    return f"conv_{direction}", lasts(PRODUCTS.start, count * element_time)
 
 
-def _depthwise(call: Call, source: Array, result: Array, taps: int, turn: str) -> Kernel:
-    """A channel by itself."""
+def _depthwise(call: Call, source: Array, result: Array, taps: int, direction: str) -> Kernel:
+    """A convolution of each channel by itself."""
     law = CONVOLUTIONS.depthwise_last if source.channels_last else CONVOLUTIONS.depthwise
-    each, tap = law[turn]
+    start, tap = law[direction]
+    element_time = start + tap * taps
     slower = CONVOLUTIONS.multiprocessors / call.device.multiprocessors
     streaming = call.streaming(total((source, result)), call.device.efficiency.streaming)
-    return f"conv_depthwise_{turn}", lasts(SHORTEST, result.elements * (each + tap * taps) * slower, streaming)
+    return f"conv_depthwise_{direction}", lasts(SHORTEST, result.elements * element_time * slower, streaming)
 
 
-# Recurrent layers, cuDNN's: the products over the whole input at once, then step after step
+# Recurrent layers of cuDNN: products over the whole input at once, then step by step
 
 
 def recur(call: Call) -> list[Kernel]:
@@ -651,13 +652,13 @@ def recur(call: Call) -> list[Kernel]:
         raise NoLaw("no steps")
     batch = source.shape[1] if len(source.shape) == 3 else -(-source.shape[0] // steps)
     dtype, width = call.dtype(convolution=True), source.item_size
-    thin, times = (RECURRENT.thin_backward, 2) if backward else (RECURRENT.thin, 1)
+    thin, products_per_step = (RECURRENT.thin_backward, 2) if backward else (RECURRENT.thin, 1)
     kernels: list[Kernel] = []
     for layer in range(max(1, len(weights) // 2)):
         of_input, of_state = weights[2 * layer : 2 * layer + 2] if len(weights) >= 2 else (source, source)
-        whole = product(call.device, steps * batch, of_input.shape[0], of_input.shape[1], dtype, width)
-        single = product(call.device, batch, of_state.shape[0], of_state.shape[1], dtype, width) - PRODUCTS.start
-        step = PRODUCTS.start + RECURRENT.gates + round(single * thin)
-        kernels += [("rnn_input_gemm", whole)] * times
-        kernels += [("rnn_step", step)] * (steps * times)
+        input_product = product(call.device, steps * batch, of_input.shape[0], of_input.shape[1], dtype, width)
+        state_product = product(call.device, batch, of_state.shape[0], of_state.shape[1], dtype, width) - PRODUCTS.start
+        step = PRODUCTS.start + RECURRENT.gates + round(state_product * thin)
+        kernels += [("rnn_input_gemm", input_product)] * products_per_step
+        kernels += [("rnn_step", step)] * (steps * products_per_step)
     return kernels

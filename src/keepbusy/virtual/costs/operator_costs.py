@@ -1,6 +1,6 @@
-"""What an operator launches on CUDA, and how long each kernel runs: by its law, found in operators.toml.
+"""The kernels that an operator launches on CUDA, and their durations, by its law in operators.toml.
 
-Laws go by what an operator is, and by how PyTorch's CUDA code launches it, which is not how its CPU code does.
+Laws follow PyTorch's CUDA code, which launches an operator in another way than its CPU code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keepbusy.virtual.costs.device import Array, Call, Device, Kernel, NoLaw, Op
 
 
 class Law(NamedTuple):
-    """How the operators of a family are costed: a row of operators.toml, which says what is what."""
+    """The cost of a family of operators: a table of operators.toml, which describes the fields."""
 
     kernels: Callable[[Call], list[Kernel]]
     names: str = ""
@@ -24,7 +24,7 @@ class Law(NamedTuple):
 
     @property
     def depends_on_precision(self) -> bool:
-        """Whether PyTorch's precision of float32 products is for these operators."""
+        """Whether PyTorch's precision of float32 products applies to these operators."""
         return self.kernels is laws.matrix_product
 
 
@@ -34,8 +34,8 @@ _TABLE = tuple(
 )
 LAWS: Mapping[str, Law] = {name: law for law in _TABLE for name in law.names.split()}
 _LISTS = Law(laws.multi_tensor, needs=(), asks=("lists",))
-"""The law of all `_foreach_…` and `_fused_…` operators that are not listed. `lists`: how many lists of tensors were
-flattened into the inputs."""
+"""The law of `_foreach_…` and `_fused_…` operators that are not listed. `lists`: the number of lists of tensors that
+were flattened into the inputs."""
 _ELEMENTWISE = Law(laws.elementwise, needs=())
 
 
@@ -45,19 +45,19 @@ def law_of(name: str) -> Law:
 
 
 class OperatorCosts:
-    """The costs on one device. They are kept by name and tensors, so a training loop pays for them once."""
+    """The costs on one device, cached by name and tensors, so a training loop computes them once."""
 
     def __init__(
         self, device: Device, allows_tf32: Callable[[], bool] = lambda: False, notes: list[str] | None = None
     ) -> None:
-        """`allows_tf32`: whether float32 products may use tensor cores now. `notes`: where to note a law that fails,
-        so that the program goes on; without it, as in tests, the failure is raised.
+        """`allows_tf32`: whether float32 products may use tensor cores now. `notes`: a failing law is noted there, and
+        the program continues; without it, as in tests, the failure is raised.
         """
         self.device, self.notes = device, notes
         self.allows_tf32 = allows_tf32
         self.by_call: dict[Any, Any] = {}
-        """What the caller knows of calls, by what it knows a call by, which is quicker to make."""
-        self._known: dict[tuple[Any, ...], tuple[Kernel, ...]] = {}
+        """The caller's cache of calls, by keys that are quicker to make than those here."""
+        self._kernels: dict[tuple[Any, ...], tuple[Kernel, ...]] = {}
 
     def kernels(
         self,
@@ -68,24 +68,22 @@ class OperatorCosts:
     ) -> tuple[Kernel, ...]:
         """Name and work of each kernel. `name` without its namespace and overload; tensors in the schema's order."""
         law = law_of(name)
-        asked = (
-            tuple((wanted, _plain(arguments[wanted])) for wanted in law.asks if wanted in arguments)
-            if arguments
-            else ()
-        )
+        law_arguments: tuple[tuple[str, Any], ...] = ()
+        if arguments:
+            law_arguments = tuple((name, _hashable(arguments[name])) for name in law.asks if name in arguments)
         tf32 = law.depends_on_precision and self.allows_tf32()
-        key = (name, inputs, outputs, asked, tf32)
-        if key not in self._known:
-            given, made = (tuple(Array(*operand) for operand in side) for side in (inputs, outputs))
-            call = Call(self.device, name, given, made, dict(asked), tf32)
-            self._known[key] = tuple(self._found(law, call))
-        return self._known[key]
+        key = (name, inputs, outputs, law_arguments, tf32)
+        if key not in self._kernels:
+            array_inputs, array_outputs = (tuple(Array(*operand) for operand in side) for side in (inputs, outputs))
+            call = Call(self.device, name, array_inputs, array_outputs, dict(law_arguments), tf32)
+            self._kernels[key] = tuple(self._by_law(law, call))
+        return self._kernels[key]
 
-    def _found(self, law: Law, call: Call) -> list[Kernel]:
+    def _by_law(self, law: Law, call: Call) -> list[Kernel]:
         if not (call.inputs or call.outputs):
             return []
-        dimensions = [len(shape) for shape, _, _ in call.inputs[: len(law.needs)]]
-        if len(dimensions) < len(law.needs) or any(has < n for has, n in zip(dimensions, law.needs, strict=True)):
+        pairs = zip(call.inputs, law.needs, strict=False)
+        if len(call.inputs) < len(law.needs) or any(len(array.shape) < least for array, least in pairs):
             law = _ELEMENTWISE
         try:
             return law.kernels(call)
@@ -102,8 +100,8 @@ class OperatorCosts:
         return laws.elementwise(call)
 
 
-def _plain(value: Any) -> Any:
-    """As part of a key: of a tensor its length."""
+def _hashable(value: Any) -> Any:
+    """An argument as part of a key; of a tensor, its length."""
     if hasattr(value, "shape"):
         return value.shape[0]
     return tuple(value) if isinstance(value, list) else value

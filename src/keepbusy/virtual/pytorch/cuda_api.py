@@ -1,7 +1,7 @@
-"""CUDA as Python sees it: `torch.cuda`, `torch.accelerator`, their streams and events, and `torch._C._cuda_*` below.
+"""CUDA for Python: `torch.cuda`, `torch.accelerator`, their streams and events, and `torch._C._cuda_*` below them.
 
-Most of `torch.cuda` is Python on top of private functions, and works unchanged once these are answered by
-the virtual machine; those that we do not answer refuse by name.
+Most of `torch.cuda` is Python on top of private functions. It works unchanged once the virtual machine implements
+these; private functions that are not implemented refuse by name.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from keepbusy.virtual.pytorch.tensors import host_register, host_unregister
 
 _ANSWERS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("cuda_answers.toml").read_text(encoding="utf-8"))
 
-# `torch.cuda.set_sync_debug_mode`: a warning wherever the host is about to wait for the device, or an error instead.
-# PyTorch sees copies that block, reads, and `Stream.synchronize`; not events, nor `torch.cuda.synchronize`, nor what
-# the driver makes of a copy that was asked not to block. So do we.
+# `torch.cuda.set_sync_debug_mode`: a warning, or an error, before the host waits for the device. As in PyTorch, this
+# covers blocking copies, reads and `Stream.synchronize`, but neither events, `torch.cuda.synchronize` nor copies that
+# should not block and do.
 
 _IGNORE, _WARN, _RAISE = range(3)
 
 
 class _SyncDebug:
     mode = _IGNORE
-    introduced = False  # whether the warning that this is a prototype was given
+    has_warned = False  # whether the warning that this is a prototype was given
 
 
 def _set_sync_debug(mode: int) -> None:
     if mode not in (_IGNORE, _WARN, _RAISE):
         raise RuntimeError("invalid value of debug_mode, expected one of 0,1,2")
-    if not _SyncDebug.introduced:
-        _SyncDebug.introduced = True
+    if not _SyncDebug.has_warned:
+        _SyncDebug.has_warned = True
         warn_program(
             "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
         )
@@ -54,7 +54,7 @@ def _set_sync_debug(mode: int) -> None:
 
 
 def announce_sync() -> None:
-    """The host will wait for the device; nothing is copied yet."""
+    """The host is about to wait for the device; nothing is copied yet."""
     if _SyncDebug.mode != _IGNORE:
         text = "called a synchronizing CUDA operation"
         if _SyncDebug.mode == _RAISE:
@@ -66,7 +66,7 @@ _no_shared_events = refusal("has no events that processes share")
 
 
 class Event:
-    """A point in the order of a stream. Until it is recorded, nobody waits for it."""
+    """A point in the order of a stream. Waiting for an event that was not recorded takes no time."""
 
     def __init__(
         self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False,
@@ -77,7 +77,7 @@ class Event:
         self.moment = BEGINNING
         self.device: torch.device | None = None if device is None else torch.device("cuda", CURRENT.index(device))
         self._has_timing, self._is_external = enable_timing, external
-        self._made = MACHINE.made_here()
+        self._origin = MACHINE.origin_here()
 
     @property
     def cuda_event(self) -> int:
@@ -91,7 +91,7 @@ class Event:
         if self._is_external and stream.is_capturing():
             raise NotImplementedError("keepbusy's virtual GPU records no external events within CUDA graphs.")
         self.moment = MACHINE.clock.record(stream.lane)
-        MACHINE.clock.order.note_event(stream.lane, self._made)
+        MACHINE.clock.order.note_event(stream.lane, self._origin)
 
     def wait(self, stream: Stream | None = None) -> None:
         (current_stream() if stream is None else stream).wait_event(self)
@@ -121,8 +121,7 @@ class Stream:
     """An in-order queue of one device; two objects of the same queue are equal."""
 
     lane: int
-    stream_id: int
-    """The same, as PyTorch calls it."""
+    stream_id: int  # PyTorch's name for `lane`
     device_index: int
     priority: int
 
@@ -131,7 +130,7 @@ class Stream:
         lane = given.get("stream_id")
         if lane is None:
             lane = MACHINE.clock.new_stream(index)
-            MACHINE.clock.order.made[lane] = MACHINE.made_here()
+            MACHINE.clock.order.stream_origins[lane] = MACHINE.origin_here()
         return cls._of(index, lane, priority)
 
     @classmethod
@@ -235,14 +234,14 @@ def synchronize(device: Any = None) -> None:
         MACHINE.clock.sync_device(CURRENT.index(device))
 
 
-# What `torch.nn.DataParallel` is made of, which PyTorch has in C++ for CUDA builds only: tensors moved between the
-# devices of one process. Copies are asked not to block, as there.
+# The functions under `torch.nn.DataParallel`, which are C++ in CUDA builds: they move tensors between the devices of
+# one process, by copies that do not block.
 
 
 def _scatter(
     tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: Any
 ) -> list[Tensor]:
-    """A part for each device, on the stream given for it; there may be fewer parts than devices."""
+    """A part for each device, copied on its stream; there may be fewer parts than devices."""
     parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(list(sizes), dim)
     results = []
     for part, device, stream in zip(parts, devices, streams or [None] * len(devices), strict=False):
@@ -257,11 +256,11 @@ def _scatter_out(tensor: Tensor, out: list[Tensor], dim: int, streams: Any) -> l
 
 
 def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
-    """One after the other along `dim`, on a device or, for -1, on the host."""
+    """Tensors joined along `dim`, on a device or, for -1, on the host."""
     shape = list(tensors[0].shape)
     shape[dim] = sum(tensor.size(dim) for tensor in tensors)
-    where = torch.device("cpu") if destination == -1 else torch.device("cuda", destination)
-    return _gather_out(tensors, torch.empty(shape, dtype=tensors[0].dtype, device=where), dim)
+    device = torch.device("cpu") if destination == -1 else torch.device("cuda", destination)
+    return _gather_out(tensors, torch.empty(shape, dtype=tensors[0].dtype, device=device), dim)
 
 
 def _gather_out(tensors: Sequence[Tensor], out: Tensor, dim: int) -> Tensor:
@@ -275,7 +274,7 @@ def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
 
 
 def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
-    """All tensors on each device, sent in a few large buffers; the first device has them already."""
+    """Copies of all tensors on each device, sent in a few large buffers; the first device has the tensors already."""
     results = [list(tensors)]
     for device in devices[1:]:
         copies: list[Tensor] = []
@@ -286,12 +285,12 @@ def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buff
     return results
 
 
-# Storages: moving, resizing and loading them, which this build of PyTorch can do for host memory only.
+# Moving, resizing and loading storages, which PyTorch without CUDA can do for host memory only.
 
 _Storage = torch.UntypedStorage
 _resize, _clone, _size = _Storage.resize_, _Storage.clone, torch._C.StorageBase.nbytes
 _logical_sizes: dict[int, int] = {}
-"""The size of a shrunken storage as the program sees it. Its bytes stay, for FSDP will have them back."""
+"""Sizes of storages that the program has shrunk. Their bytes are kept, since FSDP grows them again."""
 
 
 def _storage_to_device(storage: Any, device: Any = None, non_blocking: bool = False) -> Any:
@@ -302,7 +301,7 @@ def _storage_to_device(storage: Any, device: Any = None, non_blocking: bool = Fa
 
 
 def _clone_storage(storage: Any) -> Any:
-    """Also what `copy.deepcopy` of a tensor comes down to."""
+    """Also called by `copy.deepcopy` of a tensor."""
     if storage.device.type != "cuda":
         return _clone(storage)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone().untyped_storage()
@@ -315,23 +314,23 @@ def _logical_size_of(storage: Any) -> int:
 def _resize_storage(storage: Any, size: int) -> Any:
     if storage.device.type != "cuda":
         return _resize(storage, size)
-    whole = _size(storage)
-    if size > whole:
+    full_size = _size(storage)
+    if size > full_size:
         raise NotImplementedError("keepbusy's virtual GPU cannot grow a storage past its first size.")
     if size != _logical_size_of(storage):
         MACHINE.resize(storage, size)
-    if size == whole:
+    if size == full_size:
         _logical_sizes.pop(storage._cdata, None)
     else:
         _logical_sizes[storage._cdata] = size
     return storage
 
 
-# Whether the program has touched a device yet: device meshes choose a process's device by its rank, unless it has.
+# Whether the program has used a device: device meshes choose a process's device by its rank, unless it has.
 
 
 class Initialization:
-    """`virtual_run` resets it: what happened before was not the program's."""
+    """`virtual_run` resets it before the program begins."""
 
     requested = False
 
@@ -341,12 +340,12 @@ class Initialization:
 
     @classmethod
     def happened(cls) -> bool:
-        """Whether the program has asked for a device, had work done by one or holds memory of one."""
+        """Whether the program has asked for a device, launched work on one or allocated memory of one."""
         stats = [MACHINE.memory.stats(device) for device in range(CURRENT.count)]
         return cls.requested or MACHINE.clock.launched or any(of_device["segment.all.allocated"] for of_device in stats)
 
 
-# What a driver, its runtime and the allocator would answer.
+# Answers of the driver, its runtime and the allocator.
 
 
 def _constant(value: Any) -> Callable[..., Any]:
@@ -354,17 +353,17 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _numbers(stream: Stream) -> tuple[int, int, int]:
-    """As C++ names a stream."""
+    """A stream as C++ returns it."""
     return stream.lane, stream.device_index, DEVICE_TYPE
 
 
 _MAJOR, _MINOR = map(int, CUDA_VERSION.split("."))
 _native_config = torch._C._show_config()
-"""What PyTorch says of itself. Once it believes in CUDA it asks a library that need not be there."""
+"""PyTorch's description of its build. Later it would ask a library of CUDA that may be missing."""
 
 
 def _show_config() -> str:
-    """The build's own words, and in between those of a build with CUDA, which divides versions so."""
+    """The description of the build, with the lines that a build with CUDA adds."""
     runtime = f"  - CUDA Runtime {CUDA_VERSION}\n"
     cudnn = f"  - CuDNN {CUDNN_VERSION // 1000}.{CUDNN_VERSION // 100 % 10}.{CUDNN_VERSION % 100}\n"
     before, settings, after = _native_config.partition("  - Build settings")
@@ -379,8 +378,8 @@ def _set_device(device: int) -> None:
     CURRENT.change(device)
 
 
-def _of_memory(answer: str) -> Callable[..., Any]:
-    """What is asked of a device's allocator, which has a method of that name."""
+def _by_memory(answer: str) -> Callable[..., Any]:
+    """Answer a question about a device's memory by the method of `Memory` of that name."""
     return lambda device=None: getattr(MACHINE.memory, answer)(CURRENT.index(device))
 
 
@@ -400,10 +399,10 @@ def _sleep(cycles: int) -> None:
 def _properties(device: Any = None) -> types.SimpleNamespace:
     if CURRENT.index(device) >= CURRENT.count:
         raise AssertionError("Invalid device id")
-    about, (major, minor) = MACHINE.device, MACHINE.device.capability
+    device_costs, (major, minor) = MACHINE.device, MACHINE.device.capability
     return types.SimpleNamespace(
-        name=about.name, major=major, minor=minor, total_memory=about.memory.size,
-        multi_processor_count=about.multiprocessors, **_ANSWERS["properties"],
+        name=device_costs.name, major=major, minor=minor, total_memory=device_costs.memory.size,
+        multi_processor_count=device_costs.multiprocessors, **_ANSWERS["properties"],
     )  # fmt: skip
 
 
@@ -427,7 +426,7 @@ _NATIVE: dict[str, Callable[..., Any]] = {
     "_cuda_setMemoryFraction": lambda share, device: MACHINE.memory.limit(share, CURRENT.index(device)),
     "_cuda_getMemoryFraction": lambda device: MACHINE.memory.share(CURRENT.index(device)),
     "_nccl_version_suffix": _constant(b""),
-    "_accelerator_getMemoryInfo": _of_memory("info"),
+    "_accelerator_getMemoryInfo": _by_memory("info"),
     "_accelerator_getStream": current_stream,
     "_accelerator_setStream": set_stream,
     "_scatter": _scatter,
@@ -446,9 +445,9 @@ _NATIVE: dict[str, Callable[..., Any]] = {
             ("_cuda_exchangeDevice _accelerator_exchangeDevice", CURRENT.change),
             ("_cuda_maybeExchangeDevice _accelerator_maybeExchangeDevice", CURRENT.change),
             ("_cuda_emptyCache _accelerator_emptyCache", _empty_cache),
-            ("_cuda_memoryStats _accelerator_getDeviceStats", _of_memory("stats")),
-            ("_cuda_resetPeakMemoryStats _accelerator_resetPeakStats", _of_memory("reset_peak")),
-            ("_cuda_resetAccumulatedMemoryStats _accelerator_resetAccumulatedStats", _of_memory("reset_accumulated")),
+            ("_cuda_memoryStats _accelerator_getDeviceStats", _by_memory("stats")),
+            ("_cuda_resetPeakMemoryStats _accelerator_resetPeakStats", _by_memory("reset_peak")),
+            ("_cuda_resetAccumulatedMemoryStats _accelerator_resetAccumulatedStats", _by_memory("reset_accumulated")),
             ("_get_accelerator _accelerator_getAccelerator", _constant(torch.device("cuda"))),
         )
         for name in names.split()
@@ -459,7 +458,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     **{name: _constant(value) for name, value in _ANSWERS["python"].items()},
     "init": Initialization.request,
     "_lazy_init": Initialization.request,
-    "_lazy_call": lambda does, **_: does(),
+    "_lazy_call": lambda function, **_: function(),
     "is_initialized": Initialization.happened,
     "_exchange_device": CURRENT.change,
     "_maybe_exchange_device": CURRENT.change,
@@ -469,7 +468,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "_get_device_properties": _properties,
     "set_device": lambda device: _set_device(CURRENT.index(device)),
     "get_arch_list": lambda: [_architecture()],
-    "mem_get_info": _of_memory("info"),
+    "mem_get_info": _by_memory("info"),
     "ipc_collect": _constant(None),
     "is_tf32_supported": lambda: MACHINE.device.capability >= (8, 0),
 }
@@ -483,23 +482,23 @@ def patch() -> None:
     native = [name for name in dir(torch._C) if name.startswith(("_cuda_", "_nccl_")) and not name.startswith(settings)]
     native += [name for name in _ANSWERS["compiler"].split() if not hasattr(torch._C, name)]
     replace_everywhere(torch._C, {**{name: refusal(f"does not know torch._C.{name}") for name in native}, **_NATIVE})
-    # else the profiler would record native events, and say of each that it cannot
+    # else the profiler would try to record native events, and warn about each
     recorded = torch._C._autograd._supported_activities() | {torch.profiler.ProfilerActivity.CUDA}
     replace_everywhere(torch._C._autograd, {"_supported_activities": _constant(recorded)})
     replace_everywhere(cuda, _PYTHON)
     for module, name, value in (
         *((cuda.nvtx, name, 0) for name in ("range_push", "range_pop", "mark", "range_start", "range_end")),
-        (cuda.nccl, "is_available", False),  # its collectives between devices of a process
+        (cuda.nccl, "is_available", False),  # for collectives between the devices of a process
         (backends.cuda, "is_built", True),
         (backends.cudnn, "is_available", True),
         (backends.cudnn, "version", CUDNN_VERSION),
-        # nothing may be laid out for cuDNN: recurrent networks would flatten their weights through native code
+        # else recurrent networks would flatten their weights for cuDNN by native code
         (backends.cudnn, "is_acceptable", False),
     ):
         setattr(module, name, _function_named(name, _constant(value)))
 
     torch.version.cuda = CUDA_VERSION
-    cuda._initialized = True  # else checkpointing leaves the random numbers of devices alone
+    cuda._initialized = True  # else checkpointing does not restore the devices' random states
     cuda.default_generators = DEFAULTS.all()
     torch.Generator = GeneratorOfAnyDevice
     torch.Stream, torch.Event = Stream, Event
@@ -507,14 +506,14 @@ def patch() -> None:
         module.Stream = module.ExternalStream = Stream
         module.Event = Event
     cuda.StreamContext = cuda.stream = StreamContext
-    # they go through what is answered above, but slowly, and every training loop with a side stream calls them
+    # PyTorch's own ones would work, too, but slowly, and each training loop with a side stream calls them
     cuda.current_stream, cuda.set_stream = current_stream, set_stream
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
     if hasattr(torch.accelerator, "Graph"):
         torch.accelerator.Graph = AcceleratorGraph
     _Storage.cuda, _Storage.resize_, _Storage.clone = _storage_to_device, _resize_storage, _clone_storage
     _Storage.size = _Storage.nbytes = _logical_size_of
-    # for `torch.load`: what was saved from a device, or is mapped to one
+    # for `torch.load` of tensors that were saved from a device, or are mapped to one
     torch.serialization.register_package(
         5,
         lambda _storage: None,
@@ -523,20 +522,20 @@ def patch() -> None:
 
 
 def replace_everywhere(owner: Any, answers: Mapping[str, Callable[..., Any]]) -> None:
-    """In their module, and in those of PyTorch that imported a function by its name and hold on to the native one."""
+    """Replace functions in their module, and in PyTorch's modules that imported them by name."""
     functions = {name: _function_named(name, answer) for name, answer in answers.items()}
     native = {name: getattr(owner, name) for name in functions if hasattr(owner, name)}
     for name, answer in functions.items():
         setattr(owner, name, answer)
     for module in [module for name, module in sys.modules.items() if name.startswith("torch.")]:
-        held = vars(module)
-        for name in native.keys() & held.keys():
-            if held[name] is native[name]:
+        names = vars(module)
+        for name in native.keys() & names.keys():
+            if names[name] is native[name]:
                 setattr(module, name, functions[name])
 
 
 def _function_named(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function object of its own: the compiler's tables refuse two names for one object."""
+    """A new function object for each name, since the compiler's tables refuse two names for the same object."""
 
     @functools.wraps(answer)
     def function(*args: Any, **kwargs: Any) -> Any:

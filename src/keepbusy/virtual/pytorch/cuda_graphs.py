@@ -1,4 +1,4 @@
-"""`torch.cuda.CUDAGraph` on the virtual GPU. What PyTorch builds on it in Python works unchanged."""
+"""`torch.cuda.CUDAGraph` on the virtual GPU. PyTorch's own Python code on top of it works unchanged."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _dumping: list[bool] = []
 
 
 def graph_pool_handle() -> PoolId:
-    """A name for memory that several graphs share."""
+    """A name for a pool of memory that several graphs share."""
     return 0, next(_handles)
 
 
 class CUDAGraph:
-    """What a stream was asked to do between `capture_begin` and `capture_end`, to be done again."""
+    """The work launched on a stream between `capture_begin` and `capture_end`, which can be replayed."""
 
     _keep_graph: bool
     _generators: list[Any]
@@ -70,7 +70,7 @@ class CUDAGraph:
             )
         MACHINE.clock.capture(self._stream, capture_error_mode)
         MACHINE.memory.accesses.begin_capture(MACHINE.clock.capturing)
-        self._memory = MACHINE.memory  # a forked process has a memory of its own, and no pool of this graph in it
+        self._memory = MACHINE.memory  # a forked process has another one, without this graph's pool
         self._pool = pool if pool and any(pool) else (next(_private_pools), 0)
         self._memory.capture(self._device, self._pool, MACHINE.clock.capturing)
         if VALUES.real:
@@ -84,7 +84,7 @@ class CUDAGraph:
             self._tracker.start()
 
     def capture_end(self) -> None:
-        """Whatever comes of the capture, it is over."""
+        """End the capture, also if it has failed."""
         if self._tracker is not None:
             self._tracker.stop()
         if MACHINE.stream(CURRENT.device) != self._stream:
@@ -159,7 +159,7 @@ class CUDAGraph:
         self._captured("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool
 
-    # looking into it
+    # inspection
 
     def enable_debug_mode(self) -> None:
         _dumping.append(True)
@@ -169,9 +169,9 @@ class CUDAGraph:
         if not _dumping and not self._keep_graph:
             warnings.warn("CUDA Graphs debug not enabled, set with [graph].enable_debug_mode()", stacklevel=2)
         elif self._graph is not None:
-            names = [f'  n{at} [label="{node.name}"];' for at, node in enumerate(self._graph.nodes)]
-            order = [f"  n{at} -> n{at + 1};" for at in range(len(names) - 1)]
-            Path(debug_path).write_text("\n".join(["digraph dot {", *names, *order, "}", ""]), encoding="utf-8")
+            nodes = [f'  n{number} [label="{node.name}"];' for number, node in enumerate(self._graph.nodes)]
+            edges = [f"  n{number} -> n{number + 1};" for number in range(len(nodes) - 1)]
+            Path(debug_path).write_text("\n".join(["digraph dot {", *nodes, *edges, "}", ""]), encoding="utf-8")
 
     def raw_cuda_graph(self) -> NoReturn:
         if not self._keep_graph:

@@ -1,8 +1,8 @@
-"""What the program does on the host: tensors made there, annotations, the backward pass, compiling, loaders' workers.
+"""The program's work on the host: host tensors, annotations, the backward pass, compiling, loaders' workers.
 
-On a clock that measures, operators on the host's own tensors take what they take here. On a modelled clock their time
-follows from what they do with how many bytes or elements. Sums and products cost their bytes alone, Python between the
-operators takes no time, and nor does what other threads and processes do.
+On a measured clock operators on host tensors take the time that they take here. On a modelled clock their time follows
+from their kind and the number of bytes or elements. Sums and products cost their bytes alone; Python between operators,
+other threads and other processes take no time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOADER = "enumerate(DataLoader)#"
 
 def patch(patches: Patches, measured: bool) -> None:
     admit_scripts(patches)
-    torch.utils._device._device_constructors()  # it remembers the functions themselves: let it see them first
+    torch.utils._device._device_constructors()  # it remembers function objects: let it do so before they are wrapped
     for name in OPERATORS["factories"]:
         patches.wrap(torch, name, partial(_make, f"aten::{name}"))
     for name in OPERATORS["fills"]:
@@ -64,7 +64,7 @@ def patch(patches: Patches, measured: bool) -> None:
     patches.replace(torch.nn.Module, "__call__", _calling)
     for module in (torch.autograd.graph, torch.autograd):
         patches.wrap(module, "_engine_run_backward", _run_backward)
-    patches.wrap(torch, "_is_all_true", _as_it_should_be)
+    patches.wrap(torch, "_is_all_true", _assume_check_passes)
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.nn.Module, "compile", _compile_module)
     ENDED.append(_mark_step)
@@ -72,12 +72,12 @@ def patch(patches: Patches, measured: bool) -> None:
 
 
 def _in_training_thread() -> bool:
-    return get_ident() == main_thread().ident  # one that `threading` does not know would be taken in by asking for it
+    return get_ident() == main_thread().ident  # `current_thread` would register a thread unknown to `threading`
 
 
 class HostOperator:
-    """An operator of the host, in the timeline; not in threads that help the loader, which wait most of the time, nor
-    where we compute."""
+    """Shows an operator of the host in the timeline, except in other threads, such as a loader's, and within our own
+    computing."""
 
     __slots__ = ("name",)
 
@@ -94,20 +94,20 @@ class HostOperator:
             MACHINE.clock.leave()
 
 
-# What stands around functions of PyTorch's, which come first among the arguments.
+# Wrappers of PyTorch's functions; the wrapped function is their first argument.
 
 
 def _make(name: str, native: Callable[..., Any], *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-    """Pins its result where that was asked for, and stands in the timeline by its name where it works on the host."""
+    """Pin the result if that was asked for, and show the call in the timeline if it works on the host."""
     with HostOperator(name):
-        made = _at_program(native, args)(*args, **kwargs)
-    if kwargs.get("generator") is not None and not made.is_cuda:
+        tensor = _at_program(native, args)(*args, **kwargs)
+    if kwargs.get("generator") is not None and not tensor.is_cuda:
         refuse_generator(kwargs["generator"], "cpu")
-    return pin(made) if pin_memory else made
+    return pin(tensor) if pin_memory else tensor
 
 
 def _at_program(native: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Where a tensor is made of another one PyTorch warns, of the line that called it."""
+    """PyTorch warns when `torch.tensor` gets a tensor; let the warning name the program's line."""
     warns = getattr(native, "__name__", "") == "tensor" and args and isinstance(args[0], Tensor)
     return partial(call_at_program, native) if warns else native
 
@@ -122,8 +122,8 @@ def _fill(name: str, native: Callable[..., Any], tensor: Tensor, *args: Any, **k
 
 
 def _make_on_its_device(native: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """C++ would enter the tensor's device, of which our guard knows nothing."""
-    before = CURRENT.change(tensor.get_device())  # which changes nothing for one of the host
+    """Make the tensor's device current, which C++ would do by the device guard."""
+    before = CURRENT.change(tensor.get_device())  # changes nothing for a host tensor
     try:
         return native(tensor, *args, **kwargs)
     finally:
@@ -142,13 +142,13 @@ def _pickle(native: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
     return native(tensor, *args)
 
 
-# Loaders, optimizers and the program itself annotate what they do; the clock marks its steps by these.
+# Annotations by loaders, optimizers and the program itself, from which the clock knows the steps.
 
 
 def _enter_annotation(native: Callable[..., Any], annotation: Any) -> Any:
     MACHINE.enter(FrameKind.ANNOTATION, annotation.name)
     if annotation.name.startswith(_LOADER):
-        # input is late where the loop asks for it, whatever the loader does then
+        # late input is shown where the loop asks for a batch, whatever the loader does then
         MACHINE.clock.work(1, place=MACHINE.place())
     if annotation.name.startswith(LOADER_WITH_WORKERS):
         MACHINE.clock.await_batch()
@@ -164,14 +164,13 @@ def _leave_annotation(native: Callable[..., Any], annotation: Any, *error: Any) 
 
 _inside = local()
 _called: dict[int, weakref.ref[torch.nn.Module]] = {}
-"""The modules that were called since the last mark."""
+"""The modules called since the last mark."""
 
 
 def _begins_step(module: torch.nn.Module) -> bool:
-    """Whether it is called again, or the first module. So the layers of a model that are called one by one make one
-    step."""
-    known = _called.get(id(module))
-    is_first = not _called or (known is not None and known() is module)
+    """Whether it is called again, or the first module. So layers that are called one by one make a single step."""
+    earlier = _called.get(id(module))
+    is_first = not _called or (earlier is not None and earlier() is module)
     if is_first:
         _called.clear()
     _called[id(module)] = weakref.ref(module)
@@ -179,8 +178,8 @@ def _begins_step(module: torch.nn.Module) -> bool:
 
 
 def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The outermost modules' forward passes mark the steps of a program without an optimizer. PyTorch's profiler looks
-    for the module by the name `self`."""
+    """The outermost modules' forward passes mark the steps of a program without an optimizer. PyTorch's profiler finds
+    the module by the name `self`."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         MACHINE.clock.spend(MACHINE.device.host.module)
@@ -202,13 +201,13 @@ def _calling(native: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mark_step() -> None:
-    """`keepbusy.step()` marks a step, whatever else does."""
+    """Mark a step at `keepbusy.step()`."""
     MACHINE.enter(FrameKind.ANNOTATION, OWN_STEP)
     MACHINE.clock.leave()
 
 
 def _run_backward(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In the calling thread: its order is then always the same, and the user's line is on the stack."""
+    """Run the backward pass in the calling thread, so that its order is fixed and the user's line is on the stack."""
     MACHINE.enter(FrameKind.ANNOTATION, BACKWARD_PASS)
     MACHINE.clock.spend(MACHINE.device.host.backward_pass)
     host = MACHINE.clock.host()
@@ -219,24 +218,24 @@ def _run_backward(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return native(*args, **kwargs)
     finally:
         MACHINE.memory.accesses.in_backward -= 1
-        ended, host.backward_pass = host.backward_pass, outer
-        if ended is not None:
-            ended.end()
+        backward_pass, host.backward_pass = host.backward_pass, outer
+        if backward_pass is not None:
+            backward_pass.end()
         MACHINE.clock.leave()
 
 
-def _as_it_should_be(native: Callable[[Tensor], Tensor], checks: Tensor) -> Tensor:
-    """What PyTorch asks before it refuses an argument, as its distributions do: without values it holds, for else no
-    distribution could be made."""
+def _assume_check_passes(native: Callable[[Tensor], Tensor], checks: Tensor) -> Tensor:
+    """PyTorch's check of arguments, as in its distributions. Without values it passes, or no distribution could be
+    made."""
     answer = native(checks)
-    if not VALUES.known(answer):
+    if not VALUES.readable(answer):
         to_host(answer).fill_(True)
         VALUES.keep(answer)
     return answer
 
 
 def _compile(_native: Callable[..., Any], model: Any = None, *_args: Any, **_options: Any) -> Any:
-    """`torch.compile`: the program runs as it is written, and says so once a process, and in the report."""
+    """`torch.compile` does nothing; that is said once a process, and in the report."""
     if not MACHINE.compiled_eagerly:
         MACHINE.compiled_eagerly = True
         sys.stderr.write("keepbusy: torch.compile runs eagerly on the virtual GPU; its timing is that of eager code.\n")
@@ -247,35 +246,35 @@ def _compile_module(*given: Any, **options: Any) -> None:
     _compile(*given, **options)
 
 
-# A loader's worker processes: each says how long it was at work on a batch, whatever it had to wait for.
+# A loader's worker processes.
 #
-# They run on while our clock stands still, so real waits for a batch say nothing. A worker writes how long it was at
-# work on a batch into a pipe that all workers inherit. It began once it was asked and done with the batch before. If it
-# writes nothing, because it was not forked or the pipe is full, the real wait counts. A modelled clock counts none of
-# it, and says what it leaves out.
+# They run on while our clock stands still, so the real wait for a batch means nothing. A worker writes how long it
+# worked on a batch into a pipe that all workers inherit. Its work begins once the batch is requested and the one before
+# is finished. If it writes nothing, because it was not forked or the pipe is full, the real wait counts. A modelled
+# clock leaves the workers' time out, and reports it.
 
 
 class Worker:
-    """One worker, in nanoseconds of the program's clock. Batches bear the loader's numbers."""
+    """One worker, in nanoseconds of the program's clock. Batches have the loader's numbers."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, int] = {}
+        self._requested_at: dict[int, int] = {}
         self._durations: dict[int, int] = {}
         self._idle_from = 0
 
     def ask(self, batch: int, now: int) -> None:
-        self._asked[batch] = now
+        self._requested_at[batch] = now
 
     def note_duration(self, batch: int, duration: int) -> None:
-        """What it says itself."""
+        """The worker has reported its time for a batch."""
         self._durations[batch] = duration
 
-    def done(self, batch: int) -> int | None:
-        """When the next batch of its own is there; None where it did not say how long it took."""
-        duration, asked = self._durations.pop(batch, None), self._asked.pop(batch, self._idle_from)
+    def ready_time(self, batch: int) -> int | None:
+        """When the worker's next batch is ready; None if it did not report its time."""
+        duration, requested_at = self._durations.pop(batch, None), self._requested_at.pop(batch, self._idle_from)
         if duration is None:
             return None
-        self._idle_from = max(asked, self._idle_from) + duration
+        self._idle_from = max(requested_at, self._idle_from) + duration
         return self._idle_from
 
 
@@ -292,36 +291,36 @@ def _patch_workers(patches: Patches, measured: bool) -> None:
     _PIPE[:] = kept_pipe() or ()
     for end in _PIPE:
         os.set_blocking(end.copy, False)
-    _utils.worker._worker_loop = run_worker  # no wrapper: workers that are spawned find it by its name
+    _utils.worker._worker_loop = run_worker  # no wrapper: spawned workers find it by its name
     loader = dataloader._MultiProcessingDataLoaderIter
-    patches.wrap(loader, "_process_data", _give if measured else _leave_out)
+    patches.wrap(loader, "_process_data", _deliver_batch if measured else _leave_out_batch)
     if measured:
-        patches.wrap(loader, "_try_put_index", _ask)
+        patches.wrap(loader, "_try_put_index", _note_request)
 
 
-def _ask(native: Callable[..., Any], loader: Any) -> None:
+def _note_request(native: Callable[..., Any], loader: Any) -> None:
     batch = loader._send_idx
     native(loader)
     if loader._send_idx > batch:
         _worker(loader, loader._task_info[batch][0]).ask(batch, MACHINE.clock.now())
 
 
-def _give(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
+def _deliver_batch(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
     for process, batch, duration in _durations():
         _WORKERS[process].note_duration(batch, duration)
-    done = _worker(loader, number).done(loader._rcvd_idx - 1) if loader._in_order else None
-    MACHINE.clock.take_batch(_NEXT_BATCH, done)
+    ready = _worker(loader, number).ready_time(loader._rcvd_idx - 1) if loader._in_order else None
+    MACHINE.clock.take_batch(_NEXT_BATCH, ready)
     return native(loader, data, number)
 
 
-def _leave_out(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
+def _leave_out_batch(native: Callable[..., Any], loader: Any, batch: Any, number: int) -> Any:
     if MACHINE.uncounted is not None:
         MACHINE.uncounted.add_batches([duration for _, _, duration in _durations()], loader._num_workers)
-    return native(loader, data, number)
+    return native(loader, batch, number)
 
 
 def _durations() -> Iterator[tuple[int, int, int]]:
-    """What workers have said since the last time: a process, a batch, and how long it was at work on it."""
+    """Reports of workers since the last call: a process, a batch, and the time for it."""
     reading = _PIPE[0].descriptor() if _PIPE else None
     with contextlib.suppress(BlockingIOError):
         while reading is not None and (rows := os.read(reading, 1024 * _DURATION.size)):
@@ -332,54 +331,54 @@ def _worker(loader: Any, number: int) -> Worker:
     return _WORKERS[loader._workers[number].pid]
 
 
-def run_worker(kind: Any, dataset: Any, asks: Any, gives: Any, *rest: Any) -> None:
-    """What runs in a worker's process: PyTorch's own loop, between queues that look at the clock."""
+def run_worker(kind: Any, dataset: Any, requests: Any, results: Any, *rest: Any) -> None:
+    """Run PyTorch's loop in a worker process, between queues that measure the time for each batch."""
     if _PIPE:
-        asks = _Requests(asks)
-        gives = _Results(gives, asks)
-    _native_loop(kind, dataset, asks, gives, *rest)
+        requests = _Requests(requests)
+        results = _Results(results, requests)
+    _native_loop(kind, dataset, requests, results, *rest)
 
 
 class _Requests:
-    """The queue from which a worker takes what it is asked for."""
+    """The queue from which a worker takes requests."""
 
     def __init__(self, queue: Any) -> None:
-        self._queue, self.clock, self.taken = queue, HostTime(), 0
+        self._queue, self.clock, self.taken_at = queue, HostTime(), 0
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
-        asked = self._queue.get(*args, **kwargs)
-        self.taken = self.clock()
-        return asked
+        request = self._queue.get(*args, **kwargs)
+        self.taken_at = self.clock()
+        return request
 
 
 class _Results:
-    """The queue into which it puts its batches."""
+    """The queue into which a worker puts batches."""
 
-    def __init__(self, queue: Any, asks: _Requests) -> None:
-        self._queue, self._asks = queue, asks
+    def __init__(self, queue: Any, requests: _Requests) -> None:
+        self._queue, self._requests = queue, requests
 
-    def put(self, given: tuple[Any, Any]) -> None:
-        if isinstance(given[0], int):
-            spent = self._asks.clock() - self._asks.taken
+    def put(self, result: tuple[Any, Any]) -> None:
+        if isinstance(result[0], int):
+            spent = self._requests.clock() - self._requests.taken_at
             writing = _PIPE[1].descriptor()
             with contextlib.suppress(BlockingIOError):
                 if writing is not None:
-                    os.write(writing, _DURATION.pack(os.getpid(), given[0], spent))
-        self._queue.put(given)
+                    os.write(writing, _DURATION.pack(os.getpid(), result[0], spent))
+        self._queue.put(result)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
 
-# With a modelled clock: how long operators on the host's own tensors take, and sleeping.
+# The modelled clock: times of operators on host tensors, of Python calls and of sleeping.
 
 _SHORTEST_ROW = 20_000
-"""What is shorter has no row of its own. It joins the next one, and each time that so much has come together, it is
-looked at where."""
+"""Nanoseconds. Shorter operators have no row of their own but join the next row. Each time that so much has come
+together, the place is sampled."""
 
 
 def patch_modelled(patches: Patches) -> None:
-    """In the thread that calls it, until the end."""
+    """Model the host time of the calling thread, until the end."""
     HostOperatorCosts().__enter__()
     patches.wrap(time, "sleep", _sleep)
     when_imported(f"{_FSDP}._fsdp_state", lambda: _wrap_hooks(patches))
@@ -402,11 +401,11 @@ def _with_python(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class PythonCalls:
-    """What is called in Python within takes time, beside the operators: of FSDP2 and DTensor that is milliseconds a
-    block, of all else what an operator's dispatch has in it already."""
+    """Adds time for each Python function called within. For FSDP2 and DTensor that is milliseconds a block; for other
+    code the dispatch of operators includes it already."""
 
     def __enter__(self) -> None:
-        self._outer = sys.getprofile()  # somebody else's, or one of these
+        self._outer = sys.getprofile()  # of another profiler, or of an outer `PythonCalls`
         if self._outer is None:
             self._calls, self._host = 0, MACHINE.clock.host()
             sys.setprofile(self._count)
@@ -429,40 +428,42 @@ def _sleep(native: Callable[..., Any], seconds: Any) -> None:
 
 
 class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
-    """Lets every operator on host tensors take its time."""
+    """Adds modelled time for each operator on host tensors."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        given: Any = args[0] if args else (kwargs or {}).get("tensor")  # which `torch.nn.init` names
-        # a large parameter that will not be read: drawing a billion numbers takes seconds, and their memory gigabytes
-        unread = name in OPERATORS["initialise"] and not VALUES.real and type(given) is Parameter and not given.is_cuda
+        kwargs = kwargs or {}
+        target: Any = args[0] if args else kwargs.get("tensor")  # the name that `torch.nn.init` uses
+        is_unread = not VALUES.real and type(target) is Parameter and not target.is_cuda
         first = args[0] if args else None
         if isinstance(first, list) and first:
             first = first[0]
         with PythonCalls() if hasattr(first, "_local_tensor") else nullcontext():  # of DTensors
-            left_out = unread and given.nbytes > CARRIED_SIZE
-            made = given if left_out else _at_program(func, args)(*args, **(kwargs or {}))
-        pinned_uses.note(name, args, kwargs or {}, made)
-        if not (isinstance(made, Tensor) and made.is_cuda) and not MACHINE.clock.host().pauses:
-            _price(name, args, made)
-        return made
+            if is_unread and name in OPERATORS["initialise"] and target.nbytes > CARRIED_SIZE:
+                result = target  # drawing a billion numbers takes seconds, and their memory is gigabytes
+            else:
+                result = _at_program(func, args)(*args, **kwargs)
+        pinned_uses.note_call(name, args, kwargs, result)
+        if not (isinstance(result, Tensor) and result.is_cuda) and not MACHINE.clock.host().pauses:
+            _price(name, args, result)
+        return result
 
 
-def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
-    """What was made may be nothing new: then one argument was written into another. Sizes are tensors, too, while
-    TorchScript traces."""
-    taken, given = tensors_in(args), tensors_in(made if made is not None else args[1:])
+def _price(name: str, args: tuple[Any, ...], result: Any) -> None:
+    """Add the time of an operator. Without a result one argument was written into another. While TorchScript traces,
+    sizes are tensors, too."""
+    inputs, outputs = tensors_in(args), tensors_in(result if result is not None else args[1:])
     if name in ("__get__", "__set__", "backward") or torch.jit.is_tracing():
         return
-    if not given or not all(
+    if not outputs or not all(
         tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) in (Tensor, Parameter)
-        for tensor in (*taken, *given)
+        for tensor in (*inputs, *outputs)
     ):
         return
     name = name.removeprefix("__").removesuffix("__")
-    duration = time_of(MACHINE.device, name, taken if made is not None else given, given)
+    duration = time_of(MACHINE.device, name, inputs if result is not None else outputs, outputs)
     if duration < _SHORTEST_ROW:
         host = MACHINE.clock.host()
         host.modelled_time += duration
@@ -473,15 +474,15 @@ def _price(name: str, args: tuple[Any, ...], made: Any) -> None:
             MACHINE.clock.work(duration)
 
 
-def time_of(device: Device, name: str, taken: list[Tensor], given: list[Tensor]) -> int:
-    """Nanoseconds for an operator that made `given` from `taken`: a view, and memory that nobody fills, are free."""
-    called, costs, tensors = device.host.view, device.host_tensors, (*taken, *given)
-    address = given[0].untyped_storage().data_ptr()
-    is_view = any(given[0] is not tensor and tensor.untyped_storage().data_ptr() == address for tensor in taken)
+def time_of(device: Device, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
+    """Nanoseconds for an operator that made `outputs` of `inputs`; views and empty memory cost only the call."""
+    call_time, costs, tensors = device.host.view, device.host_tensors, (*inputs, *outputs)
+    address = outputs[0].untyped_storage().data_ptr()
+    is_view = any(outputs[0] is not tensor and tensor.untyped_storage().data_ptr() == address for tensor in inputs)
     if name.startswith("empty") or is_view:
-        return called
+        return call_time
     rates = {"shuffles": costs.shuffle, "sorts": costs.sort, "draws": costs.draw, "by_element": costs.each}
-    for kind, each in rates.items():
+    for kind, rate in rates.items():
         if name.startswith(OPERATORS[kind]):
-            return called + round(max(tensor.numel() for tensor in tensors) * each)
-    return called + round(sum(tensor.numel() * tensor.element_size() for tensor in tensors) / costs.streaming)
+            return call_time + round(max(tensor.numel() for tensor in tensors) * rate)
+    return call_time + round(sum(tensor.numel() * tensor.element_size() for tensor in tensors) / costs.streaming)

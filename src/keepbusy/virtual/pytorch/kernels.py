@@ -1,7 +1,7 @@
-"""What runs when PyTorch calls an operator of the CUDA device.
+"""The kernels that run when PyTorch calls an operator of the CUDA device.
 
-A kernel sees its tensors as host tensors over the same memory, lets PyTorch's own CPU kernel
-compute, shows the results as device tensors again, and tells the clock what a GPU would have run.
+A kernel turns its tensors into host tensors over the same memory, lets PyTorch's own CPU kernel compute, turns the
+results into device tensors, and gives the clock the kernels that a GPU would have run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NUMBER_TYPES = ("number", "float", "Optional[number]", "Optional[float]", "List
 _PLAIN = frozenset([*_NUMBERS, str, type(None), torch.dtype, torch.layout, torch.memory_format])
 """Arguments of these types are compared as they are."""
 _KNOWN_BY_TYPE: Mapping[bool, frozenset[type]] = {True: frozenset(), False: frozenset(_NUMBERS)}
-"""Where shapes may depend on an argument, and where not: of what types the value does not matter."""
+"""Types whose values do not matter: for arguments on which shapes may depend, and for others."""
 _INTEGERS_OR_TRUTHS = frozenset([int, bool])
 _RENEWING = ("training", "train", "use_input_stats")
 _NO_TENSORS = -2
@@ -51,16 +51,16 @@ def _writes(argument: Any) -> bool:
 
 
 class _Operands:
-    """One call's arguments on their way to the host."""
+    """Converts a call's arguments for the host."""
 
     __slots__ = ("device", "inputs", "kernel", "recorded", "with_host_tensor", "with_sparse_tensor")
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.recorded = MACHINE.recording is not None  # whether a graph may be captured with them
+        self.recorded = MACHINE.recording is not None  # whether the call may be in a captured graph
         self.device = -1
         self.inputs: list[Tensor] = []
-        self.with_host_tensor = False  # one with dimensions
+        self.with_host_tensor = False  # apart from scalars
         self.with_sparse_tensor = False
 
     def take(self, value: Any) -> Any:
@@ -77,7 +77,7 @@ class _Operands:
         device = tensor.get_device()
         if device < 0:
             self.with_host_tensor = self.with_host_tensor or tensor.dim() > 0
-            return tensor.clone() if self.recorded else tensor  # a captured kernel takes the host's numbers along
+            return tensor.clone() if self.recorded else tensor  # a captured kernel copies the host's numbers
         if self.device not in (-1, device) and not self.kernel.takes_host_tensors:
             raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", f"cuda:{device}")
         self.device = device
@@ -87,7 +87,7 @@ class _Operands:
             if self.recorded:
                 raise NotImplementedError("keepbusy's virtual GPU captures no sparse tensors in CUDA graphs.")
             self.with_sparse_tensor = True
-            # a copy: written into, it may get pieces of the host's own
+            # a copy, since an operator that writes into it may replace its indices and values
             host = sparse_like(tensor, *map(to_host, pieces(tensor))).clone()
             self.inputs += [host._indices(), host._values()]
             return host
@@ -96,7 +96,7 @@ class _Operands:
         return host
 
     def check(self) -> int:
-        """The device of the call; refuses what a GPU would refuse."""
+        """The device of the call. Refuses arguments that a GPU would refuse."""
         if self.with_host_tensor and self.device >= 0 and self.inputs and not self.kernel.takes_host_tensors:
             raise _on_two_devices(self.kernel.name, f"cuda:{self.device}", "cpu")
         if self.inputs and not self.with_sparse_tensor:  # whose indices are whole numbers
@@ -113,47 +113,47 @@ def _on_two_devices(name: str, device: str, other: str) -> RuntimeError:
     )
 
 
-def _read_list(given: list[Any], key: list[Any], shapes: bool) -> tuple[int, list[Any]]:
-    """The device of a list (or `_NO_TENSORS`, or NONE if it is not plain), and the list as the host sees it. `shapes`:
-    whether its numbers may matter."""
-    if given and isinstance(given[0], Tensor):
-        devices = {tensor.get_device() if isinstance(tensor, Tensor) else NONE for tensor in given}
+def _read_list(values: list[Any], key: list[Any], shapes: bool) -> tuple[int, list[Any]]:
+    """The device of a list (`_NO_TENSORS` without one, NONE for a list that is not plain), and the host's list.
+    `shapes`: whether shapes may depend on its numbers."""
+    if values and isinstance(values[0], Tensor):
+        devices = {tensor.get_device() if isinstance(tensor, Tensor) else NONE for tensor in values}
         if len(devices) > 1 or devices == {NONE}:
-            return NONE, given
-        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in given]
+            return NONE, values
+        layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in values]
         key.append(tuple(layouts))
-        return devices.pop(), list(map(MACHINE.seen_by_host, given, layouts))
-    if shapes and not _INTEGERS_OR_TRUTHS.issuperset(map(type, given)):
-        return NONE, given
-    key.append(tuple(given) if shapes else len(given))
-    return _NO_TENSORS, given
+        return devices.pop(), list(map(MACHINE.seen_by_host, values, layouts))
+    if shapes and not _INTEGERS_OR_TRUTHS.issuperset(map(type, values)):
+        return NONE, values
+    key.append(tuple(values) if shapes else len(values))
+    return _NO_TENSORS, values
 
 
 def _returned(schema: Any) -> tuple[tuple[int, str] | None, ...]:
-    """The argument that each result is, by place and name; None for a new result."""
-    written = [
-        (at, argument.name, argument.alias_info.before_set)
-        for at, argument in enumerate(schema.arguments)
-        if _writes(argument)
-    ]
-    aliases = [result.alias_info.before_set if _writes(result) else None for result in schema.returns]
-    return tuple(next(((at, name) for at, name, its in written if its == alias), None) for alias in aliases)
+    """The argument that each result aliases, by place and name; None for a new result."""
+    written = [(place, argument) for place, argument in enumerate(schema.arguments) if _writes(argument)]
+    returned: list[tuple[int, str] | None] = []
+    for result in schema.returns:
+        alias = result.alias_info.before_set if _writes(result) else None
+        same = ((place, argument.name) for place, argument in written if argument.alias_info.before_set == alias)
+        returned.append(next(same, None))
+    return tuple(returned)
 
 
 _ONE_NEW, _OTHER_RESULT = -1, -2
-"""What a call returns: one new tensor, or something else than that or an argument."""
+"""A call returns one new tensor, or something else that is no argument."""
 
 
 class _KnownCall(NamedTuple):
-    """What is known of calls that differ in nothing but values."""
+    """What is known about calls that differ only in values."""
 
-    call: Callable[..., Any]  # what the host computes
+    call: Callable[..., Any]  # computes on the host
     kernels: Sequence[tuple[str, int]]  # by name and time
-    returned: int  # the place of the argument that it returns, or one of the two above
+    returned: int  # the place of the argument that it returns, or a constant above
 
 
 class Kernel:
-    """One overload on the virtual device. `on_host`: how the host computes it, if not by PyTorch's own kernel."""
+    """An overload on the virtual device. `on_host`: computes it on the host, in place of PyTorch's own kernel."""
 
     def __init__(
         self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None, dense: bool = True
@@ -164,34 +164,32 @@ class Kernel:
         self.name, self.short = schema.name, short
         places = list(enumerate(schema.arguments))
         self.arguments = [argument.name for argument in schema.arguments]
-        self.tensors = frozenset(at for at, argument in places if str(argument.type) == "Tensor")
+        self.tensors = frozenset(place for place, argument in places if str(argument.type) == "Tensor")
         self.written = frozenset(argument.name for argument in schema.arguments if _writes(argument))
-        self.written_at = frozenset(at for at, argument in places if _writes(argument))
-        # running means are also written by operators that do not say so
-        self.renewed_at = frozenset(at for at, argument in places if argument.name.startswith("running_"))
+        self.written_at = frozenset(place for place, argument in places if _writes(argument))
+        # running means are written, too, though schemas do not say so
+        self.renewed_at = frozenset(place for place, argument in places if argument.name.startswith("running_"))
         changed = sorted(self.written_at | self.renewed_at)
-        self.writes = tuple((self.arguments[at], at) for at in changed)
+        self.writes = tuple((self.arguments[place], place) for place in changed)
         self.picks = short in OPERATORS["picking"]
-        self.reads = not (short.endswith("_like") or short.startswith("new_"))  # which look at shapes alone
+        self.reads = not (short.endswith("_like") or short.startswith("new_"))  # these read only the shape
         self.returned = _returned(schema)
         self.takes_host_tensors = short in OPERATORS["take_host_tensors"] or short.startswith("_foreach_")
         self.has_generator = "generator" in self.arguments
         self.is_list_operator = short.startswith(("_foreach_", "_fused_"))
-        known = {name: at for at, name in enumerate(self.arguments)}
-        self.asks = tuple((name, known.get(name, len(known))) for name in law_of(short).asks)
-        """What its law asks for, and where it stands; behind all arguments where there is none of that name."""
+        self.law_arguments = law_of(short).asks
         self.named_shapes = {argument.name: str(argument.type) not in _NUMBER_TYPES for argument in schema.arguments}
         self.shapes = tuple(self.named_shapes.values())
-        """Whether shapes may depend on each argument; only the type of a plain number counts."""
+        """Whether shapes may depend on each argument; for plain numbers only the type counts."""
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
         has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
-        self.scalar = packet.Scalar._op if has_scalar else None  # for `mul.Tensor` the builtin of `mul.Scalar`
+        self.scalar = packet.Scalar._op if has_scalar else None  # as `mul.Scalar` for `mul.Tensor`
         self.is_plain = dense and short not in _WAITING | _INDEXING
         self.is_product = law_of(short).depends_on_precision
         self.is_quick_in_float = short in OPERATORS["products"] and "out_dtype" not in self.arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call computes, launches and returns is known once a call like it was seen."""
+        """Calls that differ only in values take a shorter path after the first."""
         host, place = MACHINE.pause_at()
         try:
             if not self.is_plain or MACHINE.recording is not None or not VALUES.real:
@@ -202,7 +200,7 @@ class Kernel:
                 return self._run(place, args, kwargs, key)
             try:
                 out = self.compute(device, host_args, kwargs) if self.is_random else known.call(*host_args, **kwargs)
-            except RuntimeError:  # the other way knows what can be done about it, or raises it again
+            except RuntimeError:  # `_run` may handle it, or raises it again
                 return self._run(place, args, kwargs, key)
             stream = MACHINE.stream(device, host)
             if self.is_list_operator:
@@ -215,19 +213,19 @@ class Kernel:
                 result = MACHINE.place_on(out, device, stream)
                 MACHINE.use_tensor(result, True, command)
                 return result
-            return self._made(self._on_device(device, out, args, kwargs), command)
+            return self._note_new_results(self._on_device(device, out, args, kwargs), command)
         finally:
             host.resume()
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int, list[Any]]:
-        """The key, the device and the host's arguments of a call on tensors of one device and plain values. The key has
-        all that the kernels, and what the host calls, may depend on."""
+        """The key, the device and the host's arguments of a call on tensors of one device and plain values. The key
+        holds everything on which the kernels and the host's function may depend."""
         key: list[Any] = [self, self.is_product and MACHINE.costs.allows_tf32()]
         device, host_args = -1, list(args)
-        for at, argument in enumerate(args):
+        for place, argument in enumerate(args):
             kind = type(argument)
             if kind in _PLAIN:
-                key.append(kind if kind in _KNOWN_BY_TYPE[self.shapes[at]] else argument)
+                key.append(kind if kind in _KNOWN_BY_TYPE[self.shapes[place]] else argument)
                 continue
             if isinstance(argument, Tensor):
                 index = argument.get_device()
@@ -235,9 +233,9 @@ class Kernel:
                     return _NOT_PLAIN
                 layout = argument.shape, argument.stride(), argument.dtype
                 key.append(layout)
-                host_args[at] = MACHINE.seen_by_host(argument, layout)
+                host_args[place] = MACHINE.seen_by_host(argument, layout)
             elif kind is list:
-                index, host_args[at] = _read_list(argument, key, self.shapes[at])
+                index, host_args[place] = _read_list(argument, key, self.shapes[place])
             else:
                 return _NOT_PLAIN
             if index != device:
@@ -250,8 +248,8 @@ class Kernel:
             key += (name, option if self.named_shapes[name] else type(option))
         return _NOT_PLAIN if device < 0 else (tuple(key), device, host_args)
 
-    def _known(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> _KnownCall:
-        """What to do when such a call comes again."""
+    def _known_call(self, kernels: Any, out: Any, args: tuple[Any, ...]) -> _KnownCall:
+        """What to do at the next call with the same key."""
         returned = _OTHER_RESULT
         if len(self.returned) == 1 and isinstance(out, Tensor) and out.layout is torch.strided:
             source = self.returned[0]
@@ -262,7 +260,7 @@ class Kernel:
         return _KnownCall(self.on_host or self._chosen(args), kernels, returned)
 
     def _run(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Any:
-        """Any call. `key`: by which it is known from now on; None where it is not like any other."""
+        """Run any call. `key`: remember the call under it; None if such calls cannot be remembered."""
         operands = _Operands(self)
         host_args = [operands.take(argument) for argument in args]
         host_kwargs = {name: operands.take(option) for name, option in kwargs.items()} if kwargs else kwargs
@@ -276,49 +274,49 @@ class Kernel:
         out = self.compute(device, host_args, host_kwargs)
         parts = (out,) if len(self.returned) == 1 else out or ()
         new = [part for source, part in zip(self.returned, parts, strict=True) if source is None]
-        made = [piece for tensor in tensors_in(new) for piece in pieces(tensor)]  # of sparse ones their parts
-        kernels = MACHINE.kernels(self.short, operands.inputs, made, self.asked(args, kwargs))
+        pieces_made = [piece for tensor in tensors_in(new) for piece in pieces(tensor)]
+        kernels = MACHINE.kernels(self.short, operands.inputs, pieces_made, self.cost_arguments(args, kwargs))
         if key is not None:
-            MACHINE.costs.by_call[key] = self._known(kernels, out, args)
+            MACHINE.costs.by_call[key] = self._known_call(kernels, out, args)
         if self.is_list_operator:
             MACHINE.clock.spend(MACHINE.device.host.lists(args))
         stream = MACHINE.stream(device)
         MACHINE.clock.operator(self.name, place, stream, kernels)
         command = self._use(args, kwargs, stream, place)
         if waits:
-            with DeviceCall(waits):  # the host learns what only the device knows: a small copy home, and a wait for it
+            with DeviceCall(waits):  # the host needs a number: a small copy, and a wait for it
                 MACHINE.copy(device, 8, Direction.DEVICE_TO_HOST, pinned=True, non_blocking=False)
         result = self._on_device(device, out, args, kwargs)
         if not VALUES.real and recording is None and self.short in OPERATORS["truths"]:
-            self._answer(args, result)
+            self._answer_truth(args, result)
         if recording is not None:
             recording.repeat(partial(self.compute, device, host_args, host_kwargs), out)
-        return self._made(result, command)
+        return self._note_new_results(result, command)
 
     def _use(self, args: Sequence[Any], kwargs: Mapping[str, Any], stream: int, place: int) -> Command:
-        """Note which of its arguments it reads and writes."""
+        """Note the reads and writes of arguments."""
         command, use = MACHINE.clock.order.command(stream, place), MACHINE.use_tensor
         written = self.written_at
-        if self.renewed_at:  # running means, by a forward pass that trains
-            given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-            if not self.short.endswith("backward") and any(map(given.get, _RENEWING)):
+        if self.renewed_at:  # a forward pass that trains writes running means
+            by_name = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+            if not self.short.endswith("backward") and any(map(by_name.get, _RENEWING)):
                 written = written | self.renewed_at
-        for at, argument in enumerate(args):
+        for index, argument in enumerate(args):
             if isinstance(argument, Tensor):
-                if argument.is_cuda and (at in written or self.reads):
-                    use(argument, at in written, command, self.picks and at == 0)
+                if argument.is_cuda and (index in written or self.reads):
+                    use(argument, index in written, command, self.picks and index == 0)
             elif isinstance(argument, list | tuple):
                 for tensor in argument:
                     if isinstance(tensor, Tensor) and tensor.is_cuda:
-                        use(tensor, at in written, command)
+                        use(tensor, index in written, command)
         for name, argument in kwargs.items():
             for tensor in tensors_in(argument):
                 if tensor.is_cuda:
                     use(tensor, name in self.written, command)
         return command
 
-    def _made(self, result: Any, command: Command) -> Any:
-        """Note that it writes its new results; returns the result."""
+    def _note_new_results(self, result: Any, command: Command) -> Any:
+        """Note the writes of new results; returns the result."""
         results = (result,) if len(self.returned) == 1 else result or ()
         for source, part in zip(self.returned, results, strict=False):
             for tensor in tensors_in(part) if source is None else ():
@@ -327,7 +325,7 @@ class Kernel:
         return result
 
     def compute(self, device: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """On the host, with PyTorch's own kernel."""
+        """Compute on the host."""
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         if not VALUES.real:
@@ -337,30 +335,30 @@ class Kernel:
         return self._call(*args, **kwargs)
 
     def _without_values(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Results as they would be, with nothing in them; what is only written into needs no call at all."""
+        """Results of the right shapes without values. Operators that only write into arguments are not called."""
         returned = self.returned
         if returned and all(returned) and not kwargs.keys() & self.written:
-            written = tuple(args[at] if at < len(args) else kwargs[name] for at, name in filter(None, returned))
+            written = tuple(args[place] if place < len(args) else kwargs[key] for place, key in filter(None, returned))
             return written if len(written) > 1 else written[0]
         if not returned:
             return None
         return computed(self.on_host or self._chosen(tuple(args)), self.short, args, kwargs)
 
-    def _answer(self, args: tuple[Any, ...], result: Any) -> None:
-        """Without values: each is itself, and none is infinite. That much is known, and what is made of such answers,
-        for a program that asks whether its loss is finite ends itself where it is not."""
+    def _answer_truth(self, args: tuple[Any, ...], result: Any) -> None:
+        """Without values: a tensor equals itself and is not infinite, and answers made of known answers are known. Else
+        a program that checks whether its loss is finite would end itself."""
         if not isinstance(result, Tensor) or result.dtype is not torch.bool or result.nbytes > CARRIED_SIZE:
             return
         answer = torch.tensor(True)
         if self.short == "eq":
-            is_known = args[0] is args[1]
+            is_certain = args[0] is args[1]
         elif self.short == "ne":
-            is_known = isinstance(args[1], float) and math.isinf(args[1])
+            is_certain = isinstance(args[1], float) and math.isinf(args[1])
         else:
-            is_known = all(map(VALUES.known, tensors_in(args)))
-            if is_known:
+            is_certain = all(map(VALUES.readable, tensors_in(args)))
+            if is_certain:
                 answer = self._call(*map_tensors(lambda tensor: to_host(tensor) if tensor.is_cuda else tensor, args))
-        if is_known:
+        if is_certain:
             to_host(result).copy_(answer)
             VALUES.keep(result)
 
@@ -382,18 +380,18 @@ class Kernel:
             raise
 
     def _chosen(self, args: tuple[Any, ...]) -> Any:
-        """Where a Python number stands for a tensor, the dispatcher unpacked it, and only the packet takes it back."""
-        for at in self.tensors:
-            if at < len(args) and isinstance(args[at], _NUMBERS):
-                return self.scalar if self.scalar is not None and at == 1 else self.overload._overloadpacket
+        """The function to call. Only the packet accepts a number that the dispatcher has unpacked from a tensor."""
+        for place in self.tensors:
+            if place < len(args) and isinstance(args[place], _NUMBERS):
+                return self.scalar if self.scalar is not None and place == 1 else self.overload._overloadpacket
         if self.is_quick_in_float and any(
             isinstance(argument, Tensor) and argument.dtype in _slow_types() for argument in args
         ):
-            return lambda *given, **options: _in_float(self.native, self.written_by(given, options), given, options)
+            return lambda *values, **options: _in_float(self.native, self.written_by(values, options), values, options)
         return self.native
 
     def _make_resizable(self, kwargs: dict[str, Any]) -> bool:
-        """Give results that were reshaped, and are too small now, memory of their own, which may grow."""
+        """Give results that are too small for their shape new memory, which may grow."""
         outs = [out for name, out in kwargs.items() if name in self.written and isinstance(out, Tensor)]
         small = [out for out in outs if out.nbytes > out.untyped_storage().nbytes()]
         for out in small:
@@ -401,9 +399,9 @@ class Kernel:
         return bool(small)
 
     def _on_device(self, device: int, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result as the program sees it: its own tensors where it wrote into them, else new ones of the device."""
+        """The result for the program: arguments that were written into, or new device tensors."""
         returned = self.returned
-        if VALUES.kept and self.written:
+        if VALUES.storages and self.written:
             map_tensors(VALUES.forget, self.written_by(args, kwargs))
         if returned == (None,) and isinstance(out, Tensor):
             return _place(out, device)
@@ -420,28 +418,30 @@ class Kernel:
     ) -> Any:
         if source is None:
             return map_tensors(lambda tensor: _place(tensor, device), out)
-        given = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
-        if isinstance(given, Tensor):
-            if given.layout is torch.sparse_coo:
-                given.data = _place(out, device)
-            elif given.shape != out.shape:
-                adopt(given, MACHINE.place_on(out, device))
-        return given
+        argument = args[source[0]] if source[0] < len(args) else kwargs[source[1]]
+        if isinstance(argument, Tensor):
+            if argument.layout is torch.sparse_coo:
+                argument.data = _place(out, device)
+            elif argument.shape != out.shape:
+                adopt(argument, MACHINE.place_on(out, device))
+        return argument
 
-    def asked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the cost of a call depends on, beside its tensors; arguments left out have their usual value."""
+    def cost_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Arguments on which the cost of a call depends; those left out have their defaults."""
         if self.is_list_operator:
             return {"lists": sum(isinstance(argument, list | tuple) and len(argument) > 0 for argument in args)}
-        given = {name: args[at] for name, at in self.asks if at < len(args)}
-        return given | {name: kwargs[name] for name, at in self.asks if at >= len(args) and name in kwargs}
+        if not self.law_arguments:
+            return {}
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        return {name: given[name] for name in self.law_arguments if name in given}
 
     def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors that a call writes into, also those of which the schema does not tell."""
-        return tensors_in([args[at] if at < len(args) else kwargs.get(name) for name, at in self.writes])
+        """The tensors that a call writes into, also those that the schema does not name."""
+        return tensors_in([args[place] if place < len(args) else kwargs.get(name) for name, place in self.writes])
 
     def waits(self, args: Sequence[Any]) -> str:
-        """The operator for which the host waits within this call, if it does: for the number of ones in a mask, unless
-        a single value is written there, and for the largest label, unless the number of classes is given."""
+        """The operator for which the host waits within this call, if any: for the number of ones in a mask, unless a
+        single value is written there, and for the largest label, unless the number of classes is given."""
         if self.short in _WAITING or (self.short == "one_hot" and min(args[1:2], default=-1) < 0):
             return self.name
         if self.short in _INDEXING and any(
@@ -453,21 +453,21 @@ class Kernel:
 
 
 def _place(out: Tensor, device: int) -> Tensor:
-    """A new result, on the device."""
+    """A new result as a device tensor."""
     if out.layout is not torch.sparse_coo:
         return MACHINE.place_on(out, device)
     return sparse_like(out, *(MACHINE.place_on(piece, device) for piece in pieces(out)))
 
 
 def adopt(tensor: Tensor, other: Tensor) -> None:
-    """Let a device tensor have the memory and the shape of another, as a resized result does."""
+    """Give a device tensor the memory and the shape of another, as for a resized result."""
     storage = other.untyped_storage()
     torch.ops.aten.set_.source_Storage_storage_offset.redispatch(
         HOST_KEYS, tensor, storage, other.storage_offset(), list(other.shape), list(other.stride())
     )
 
 
-# What CUDA computes in sixteen bits and the host does not, or slowly: as CUDA does, in thirty-two, rounded at the end.
+# Operators in sixteen bits that the host lacks or computes slowly: computed in thirty-two bits and rounded, as by CUDA.
 
 _WITHOUT_HALF: list[str] = NAMES["without_half"]
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
@@ -484,33 +484,31 @@ def _slow_types() -> frozenset[torch.dtype]:
 
 
 def _in_float(call: Callable[..., Any], written: list[Tensor], args: Any, kwargs: dict[str, Any]) -> Any:
-    given: dict[int, Tensor] = {}  # by what stands for it
+    originals: dict[int, Tensor] = {}  # by id of the wider tensor
     wide: list[Tensor] = []
 
     def widen(tensor: Any) -> Any:
         if tensor.dtype not in _WIDER:
             return tensor
         wide.append(tensor.to(_WIDER[tensor.dtype]))
-        given[id(wide[-1])] = tensor
+        originals[id(wide[-1])] = tensor
         return wide[-1]
 
-    asked = {
+    wide_kwargs = {
         name: _WIDER.get(option, option) if name == "dtype" else map_tensors(widen, option)
         for name, option in kwargs.items()
     }
-    out = call(*[map_tensors(widen, argument) for argument in args], **asked)
+    out = call(*[map_tensors(widen, argument) for argument in args], **wide_kwargs)
     for widened in wide:
-        if any(given[id(widened)] is target for target in written):
-            given[id(widened)].copy_(widened)
+        if any(originals[id(widened)] is target for target in written):
+            originals[id(widened)].copy_(widened)
     narrower = {torch.complex64: torch.complex32}
-    narrower[torch.float32] = next(
-        (tensor.dtype for tensor in given.values() if not tensor.is_complex()), torch.float16
-    )
-    return map_tensors(lambda tensor: given.get(id(tensor), tensor.to(narrower.get(tensor.dtype, tensor.dtype))), out)
+    types = (tensor.dtype for tensor in originals.values() if not tensor.is_complex())
+    narrower[torch.float32] = next(types, torch.float16)
+    return map_tensors(lambda part: originals.get(id(part), part.to(narrower.get(part.dtype, part.dtype))), out)
 
 
-# Integers and the like: what CUDA computes of them and the host does not, and what the host computes and CUDA does not.
-
+# Operators on integers and truth values that only CUDA, or only the host, has.
 
 _OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
     "histc": lambda tensor, *bins: tensor.double().histc(*bins).to(tensor.dtype),
@@ -519,17 +517,17 @@ _OF_MORE_TYPES: dict[str, Callable[..., Tensor]] = {
     "nansum": lambda tensor, *dims, **options: torch.where(tensor.isnan(), 0, tensor).sum(*dims or (None,), **options),
 }
 _OF_FLOATS_ALONE = {name: refusing for refusing, names in NAMES["of_floats_alone"].items() for name in names.split()}
-"""By operator, the kernel that CUDA names when it refuses."""
+"""By operator, the kernel named in CUDA's refusal."""
 _INTEGERS = {getattr(torch, name): scalar for name, scalar in NAMES["integers"].items()}
 
 
-# What PyTorch has for CUDA alone: how the host computes it. All tensors here are the host's, and the functions those of
-# PyTorch's library, not of `torch`: what the program calls there stands in the timeline. What has no kernel for the
-# host and is not in these tables is refused by name, see `operators.py`.
+# How the host computes operators that PyTorch has for CUDA alone. All tensors here are host tensors. The functions are
+# those of `torch.ops`, since calls of `torch` would be in the timeline. Operators with no kernel for the host, and none
+# here, are refused by name: see `operators.py`.
 
 _aten = torch.ops.aten
 
-# `nn.GRUCell` and `nn.LSTMCell`: everything behind the two products is one kernel, and one in the backward pass.
+# `nn.GRUCell` and `nn.LSTMCell`: all after the two products is one kernel, and one in the backward pass.
 
 
 def _gru_cell(
@@ -555,7 +553,7 @@ def _lstm_cell(
     return give * after.tanh(), after, _aten.cat.default([take, forget, new, give], 1)
 
 
-# `nn.SyncBatchNorm`: its halves, between which ranks exchange their means.
+# The halves of `nn.SyncBatchNorm`, between which ranks exchange their means.
 
 
 def _over_channels(values: Tensor, like: Tensor) -> Tensor:
@@ -563,7 +561,7 @@ def _over_channels(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _all_but_channels(tensor: Tensor) -> list[int]:
-    return [at for at in range(tensor.dim()) if at != 1]
+    return [dim for dim in range(tensor.dim()) if dim != 1]
 
 
 def _batch_norm_stats(tensor: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -579,9 +577,9 @@ def _batch_norm_elemt(
     return (normal if bias is None else normal + _over_channels(bias, tensor)).to(tensor.dtype)
 
 
-def _batch_norm_gather_stats(tensor: Tensor, means: Tensor, scales: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
-    """Over all ranks: `means` and `scales` have a row for each, made of so many values."""
-    running_mean, running_var, momentum, epsilon, counts = about
+def _batch_norm_gather_stats(tensor: Tensor, means: Tensor, scales: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Statistics over all ranks: `means` and `scales` have a row for each rank."""
+    running_mean, running_var, momentum, epsilon, counts = others
     each = counts.to(means.dtype).view(-1, 1) if isinstance(counts, Tensor) else _aten.full_like.default(means, counts)
     total = each.expand_as(means).sum(0)
     mean = (means * each).sum(0) / total
@@ -615,7 +613,7 @@ def _batch_norm_backward_elemt(
     return (inner * _over_channels(factor, tensor)).to(tensor.dtype)
 
 
-# Dropout: the host's own way draws the same numbers and scales them before it multiplies.
+# Dropout as on the CPU, with the same random numbers, which are scaled before the product.
 
 
 def _dropout(tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
@@ -631,7 +629,7 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
     return gradient * mask.to(gradient.dtype).div_(1 / scale)
 
 
-# A softmax that takes sixteen bits and gives thirty-two, as autocast has it.
+# A softmax of sixteen bits with a result of thirty-two, as in autocast.
 
 
 def _widening(softmax: Any) -> Callable[..., Tensor]:
@@ -646,8 +644,8 @@ def _narrowing(backward: Any) -> Callable[..., Tensor]:
 
 
 def _wide(product: Any) -> Callable[..., Tensor]:
-    """Its last argument is the type."""
-    return lambda *given, **factors: product(*[tensor.to(given[-1]) for tensor in given[:-1]], **factors)
+    """The last argument is the type."""
+    return lambda *args, **factors: product(*[tensor.to(args[-1]) for tensor in args[:-1]], **factors)
 
 
 CELLS: dict[str, Callable[..., Any]] = {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_lstm_cell": _lstm_cell}

@@ -1,7 +1,7 @@
-"""Which kernel runs for which operator of the CUDA device, and which operators are refused by name.
+"""The kernel of each operator of the CUDA device, and the operators that are refused by name.
 
-Most are a `Kernel` by what PyTorch says of them. Here stand the others: what moves tensors between host and device, and
-what a GPU runs whole.
+Most are a `Kernel` made from their schema. The others are here: copies between host and device, and operators that a
+GPU runs as a whole.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from keepbusy.virtual.pytorch.tensors import (
 )
 
 _LAYOUTS = {"SparseCsrCUDA": "compressed sparse", "NestedTensorCUDA": "nested", "QuantizedCUDA": "quantized"}
-"""By dispatch key, what is refused altogether."""
+"""Layouts refused altogether, by dispatch key."""
 _LAYOUT_PREFIXES = {
     "nested": ("_nested",),
     "quantized": ("quantize",),
     "semi-structured sparse": ("_sparse_semi",),
-    "compressed sparse": ("_sparse_c", "_sparse_b", "_to_sparse_", "to_sparse_"),  # but for those of COO
+    "compressed sparse": ("_sparse_c", "_sparse_b", "_to_sparse_", "to_sparse_"),  # except for those of COO
 }
 _LIBRARIES: list[Any] = []
-"""Their registrations last as long as they do."""
+"""Registrations last as long as these objects."""
 
 
 def prepare() -> None:
-    """Make what is registered, which takes most of the time: forks of this process then have it."""
+    """Make the kernels, which takes most of the time of `register`, so that forks of this process have them."""
     _dense_kernels()
     _sparse_kernels()
 
@@ -60,15 +60,15 @@ def register() -> None:
     aten, everything = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     _LIBRARIES.extend([aten, everything])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on a CUDA build every kernel stands in for another
+        warnings.simplefilter("ignore")  # on a CUDA build each kernel replaces another one
         whole = _whole_operators()
-        for name, kernel in (_dense_kernels() | whole).items():  # PyTorch 2.11 takes one of a name
+        for name, kernel in (_dense_kernels() | whole).items():  # PyTorch 2.11 accepts one kernel a name
             aten.impl(name, kernel, "CUDA")
         for name, kernel in whole.items():
             aten.impl(name, kernel, "AutogradCUDA")
-        on_demand = cache(_kernel)  # of operators that other packages register
+        on_demand = cache(_kernel)  # for operators that other packages register
         everything.fallback(lambda overload, *args, **kwargs: on_demand(overload)(*args, **kwargs), "CUDA")
-        # on a CUDA build other layouts have native kernels, which must never be reached
+        # on a CUDA build other layouts have native kernels, which must not be reached
         sparse = _sparse_kernels()
         for name in {*_registered("SparseCUDA"), *sparse}:
             aten.impl(name, sparse.get(name) or _refusal_of_layout("sparse", name), "SparseCUDA")
@@ -80,10 +80,10 @@ def register() -> None:
 
 
 def refuse_triton(patches: Patches) -> None:
-    """Triton imports and defines kernels as on a machine with a GPU; to launch one is refused by its name."""
+    """Refuse to launch Triton's kernels, by name. Triton itself is imported and defines kernels as with a GPU."""
 
     def refuse(_native: Callable[..., Any], kernel: Any, *_args: Any, **_kwargs: Any) -> Any:
-        name = getattr(getattr(kernel, "base_fn", kernel), "__name__", "one")  # of a tuned one, the function within
+        name = getattr(getattr(kernel, "base_fn", kernel), "__name__", "one")  # the function within a tuned kernel
         refusal(f"runs no kernels written in Triton ({name})")()
 
     def patch() -> None:
@@ -95,13 +95,13 @@ def refuse_triton(patches: Patches) -> None:
 
 
 def _registered(key: str) -> set[str]:
-    """The names in PyTorch's own library that have a kernel for a dispatch key."""
+    """Operators of PyTorch's own library that have a kernel for a dispatch key."""
     names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
 def _overload_named(name: str) -> torch._ops.OpOverload | None:
-    """By its full name, `aten::add.Tensor`; None where this version lacks it."""
+    """An overload by its full name, as `aten::add.Tensor`; None if this version lacks it."""
     base, _, variant = name.removeprefix("aten::").partition(".")
     try:
         return getattr(getattr(torch.ops.aten, base), variant or "default")
@@ -111,25 +111,25 @@ def _overload_named(name: str) -> torch._ops.OpOverload | None:
 
 @cache
 def _dense_kernels() -> dict[str, Callable[..., Any]]:
-    every = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
-    computed = {*_registered("CPU"), *_registered("CUDA"), *OPERATORS["kept_together"], *ON_HOST}
-    computed |= {name for name in every if name.startswith(("_foreach_", "_fused_"))}
-    found: dict[str, Callable[..., Any]] = {}
-    for name in every:
+    names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    with_kernel = {*_registered("CPU"), *_registered("CUDA"), *OPERATORS["kept_together"], *ON_HOST}
+    with_kernel |= {name for name in names if name.startswith(("_foreach_", "_fused_"))}
+    kernels: dict[str, Callable[..., Any]] = {}
+    for name in names:
         overload, layout = _overload_named(name), _layout_named(name)
         if overload is None:
             continue
         if layout:
-            found[name] = _refusal_of_layout(layout, name)
+            kernels[name] = _refusal_of_layout(layout, name)
         elif name in _SPECIAL:
-            found[name] = _SPECIAL[name]  # type: ignore[assignment]
+            kernels[name] = _SPECIAL[name]  # type: ignore[assignment]
         elif name in OPERATORS["views"]:
-            found[name] = _native(overload, HOST_KEYS)
-        elif name in computed:
+            kernels[name] = _native(overload, HOST_KEYS)
+        elif name in with_kernel:
             aliases = [result.alias_info for result in overload._schema.returns]
             if all(alias is None or alias.is_write for alias in aliases):  # others return views
-                found[name] = _kernel(overload)
-    return found
+                kernels[name] = _kernel(overload)
+    return kernels
 
 
 def _layout_named(name: str) -> str | None:
@@ -149,7 +149,7 @@ def _native(overload: Any, keys: torch._C.DispatchKeySet) -> Callable[..., Any]:
     """PyTorch's own kernel for the host, on tensors of the device."""
     native = partial(overload._handle.redispatch_boxed, keys)
 
-    def look(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         host = MACHINE.pause()
         MACHINE.clock.spend_on_view(host)
         try:
@@ -157,11 +157,11 @@ def _native(overload: Any, keys: torch._C.DispatchKeySet) -> Callable[..., Any]:
         finally:
             host.resume()
 
-    return look
+    return run
 
 
 def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    """By the host's kernel, or what stands for it; refused by name where there is neither."""
+    """A kernel that uses the host's kernel or its replacement; without either, a refusal by name."""
     name = overload._schema.name
     full = f"{name}.{overload._overloadname}" if overload._overloadname != "default" else name
     on_host = ON_HOST.get(full.removeprefix("aten::"))
@@ -172,18 +172,19 @@ def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _with_indices_on_device(kernel: Kernel) -> Callable[..., Any]:
-    """CUDA's indexing first copies indices of the host to the device, blocking; of a mask, where its ones are."""
+    """As in CUDA, indexing first copies indices of the host to the device, blocking; a mask is copied as indices."""
 
     def call(tensor: Tensor, indices: Sequence[Tensor | None], *args: Any, **kwargs: Any) -> Any:
         if tensor.is_cuda and any(index is not None and not index.is_cuda for index in indices):
-            whole: list[Tensor | None] = []
+            device_indices: list[Tensor | None] = []
             for index in indices:
                 if index is None or index.is_cuda:
-                    whole.append(index)
+                    device_indices.append(index)
                 else:
                     is_mask = index.dtype in (torch.bool, torch.uint8)
-                    whole += [part.to(tensor.device) for part in (index.nonzero().unbind(1) if is_mask else [index])]
-            indices = whole
+                    parts = index.nonzero().unbind(1) if is_mask else [index]
+                    device_indices += [part.to(tensor.device) for part in parts]
+            indices = device_indices
         return kernel(tensor, indices, *args, **kwargs)
 
     return call
@@ -197,7 +198,7 @@ def _refuse_any(layout: str) -> Callable[..., Any]:
     return lambda overload, *_args, **_kwargs: _refusal_of_layout(layout, overload._schema.name)()
 
 
-# Copies between host and device, the reads that hide in `.item()`, `bool`, `float` and `print`, and memory alone.
+# Copies between host and device, reads, as in `.item()`, `bool`, `float` and `print`, and empty memory.
 
 _aten = torch.ops.aten
 _cast = _aten._to_copy.default
@@ -205,13 +206,13 @@ _TO_DEVICE, _TO_HOST = Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """`aten::copy_`, as the dispatcher calls it when either side is on a device."""
+    """`aten::copy_`, with at least one side on a device."""
     with DeviceCall("aten::copy_") as place:
-        size = target.numel() * source.element_size()  # casts happen on the device: the smaller type never grows before
+        size = target.numel() * source.element_size()  # casts happen on the device
         if not source.is_cuda:
-            _ask(target.get_device(), source, non_blocking)
+            _check_copy(target.get_device(), source, non_blocking)
         elif not target.is_cuda:
-            _ask(source.get_device(), target, non_blocking)
+            _check_copy(source.get_device(), target, non_blocking)
         _write(target, source)
         if not target.is_cuda:
             pinned = is_pinned(target)
@@ -224,8 +225,8 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         return target
 
 
-def _ask(device: int, host: Tensor, non_blocking: bool) -> None:
-    """Before anything is written: whether the program may copy so between host and device."""
+def _check_copy(device: int, host: Tensor, non_blocking: bool) -> None:
+    """Refuse, or warn about, a copy between host and device before anything is written."""
     MACHINE.needs_pinned(device, is_pinned(host))
     if not non_blocking:
         cuda_api.announce_sync()
@@ -236,7 +237,7 @@ def _write(target: Tensor, source: Tensor) -> None:
         VALUES.forget(target) if target.is_cuda else target.zero_()
         return
     recording = MACHINE.records((source if source.is_cuda else target).get_device())
-    into, values = _seen(target, recording), _seen(source, recording)
+    into, values = _host_values(target, recording), _host_values(source, recording)
     if recording is None:
         into.copy_(values)
     else:
@@ -245,8 +246,8 @@ def _write(target: Tensor, source: Tensor) -> None:
         VALUES.keep(target)
 
 
-def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
-    """As a host tensor, with its conjugate and negative bits; as one that lasts where a graph will use it again."""
+def _host_values(tensor: Tensor, recording: Recording | None) -> Tensor:
+    """The values as a host tensor, with conjugate and negative bits; one that a graph uses again must last."""
     if not tensor.is_cuda:
         return tensor
     host = to_host(tensor) if recording is None else MACHINE.lasting(tensor)
@@ -255,11 +256,11 @@ def _seen(tensor: Tensor, recording: Recording | None) -> Tensor:
 
 
 def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool, place: int) -> None:
-    """To a device, from wherever."""
+    """Note and time a copy to a device, from the host or a device."""
     device, order = target.get_device(), MACHINE.clock.order
     stream = MACHINE.stream(source.get_device() if source.is_cuda else device)
     if source.is_cuda and source.get_device() != device:
-        order.stream_waits(stream, order.at(MACHINE.stream(device)))
+        order.stream_waits(stream, order.reached(MACHINE.stream(device)))
     command = MACHINE.use([source], [target], stream, place)
     if non_blocking and is_pinned(source):
         pinned_uses.note_copy(source, command)
@@ -275,7 +276,7 @@ _copy_lists_as_one = Kernel(_aten._foreach_copy_.default)
 
 
 def _copy_lists(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-    """`torch._foreach_copy_`: a kernel copies lists laid out the same on one device; others go tensor by tensor."""
+    """`torch._foreach_copy_`: lists of the same layout on one device take one kernel, others a copy for each tensor."""
     pairs = list(zip(targets, sources, strict=True))
     if (
         len({tensor.device for tensor in (*targets, *sources)}) == 1
@@ -293,38 +294,38 @@ def _to_copy(
     device: torch.device | None = None, pin_memory: bool | None = None, non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:  # fmt: skip
-    """`aten::_to_copy`: `.to`, `.cuda`, `.cpu`, `.float` and all their kin."""
+    """`aten::_to_copy`, as called by `.to`, `.cuda`, `.cpu` and `.float`."""
     with DeviceCall("aten::_to_copy") as place:
         if layout not in (None, torch.strided):
             raise NotImplementedError(f"keepbusy's virtual GPU has no {layout} tensors; only dense ones.")
-        where = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
+        index = CURRENT.index(device) if not tensor.is_cuda else tensor.get_device()
         if not tensor.is_cuda:
-            _ask(where, tensor, non_blocking)
-        # what makes the values in new host memory, in the type and layout asked for
+            _check_copy(index, tensor, non_blocking)
+        # makes the values in new host memory, in the requested type and layout
         options = {"dtype": dtype, "memory_format": memory_format}
         if VALUES.carried(tensor):
-            cast = partial(_cast, _seen(tensor, MACHINE.records(where)), **options)
+            cast = partial(_cast, _host_values(tensor, MACHINE.records(index)), **options)
         else:
             cast = partial(computed, _cast, "_to_copy", (tensor,), options)
         if tensor.is_cuda and device is not None and device.type != "cuda":
-            return _taken_home(tensor, cast, device, non_blocking, place)
-        target, host = where if device is None or device.index is None else device.index, cast()
+            return _copy_to_host(tensor, cast, device, non_blocking, place)
+        target, host = index if device is None or device.index is None else device.index, cast()
         result = MACHINE.place_on(host, target)
         if VALUES.carried(tensor):
             VALUES.keep(result)
         _send(result, tensor, host.numel() * tensor.element_size(), non_blocking, place)
-        _repeat(where if tensor.is_cuda else target, cast, host)
+        _repeat(index if tensor.is_cuda else target, cast, host)
         return result
 
 
 def _repeat(device: int, compute: Callable[[], Tensor], host: Tensor) -> None:
-    """At each replay of a graph, compute it again."""
+    """Compute a result again at each replay of the current capture."""
     recording = MACHINE.records(device)
     if recording is not None:
         recording.repeat(compute, host)
 
 
-def _taken_home(
+def _copy_to_host(
     tensor: Tensor, cast: Callable[[], Tensor], device: torch.device, non_blocking: bool, place: int
 ) -> Tensor:
     host = cast()
@@ -332,10 +333,10 @@ def _taken_home(
         raise RuntimeError(f"keepbusy's virtual GPU cannot copy to {device}.")
     if device.type == "meta":
         return host.to("meta")
-    if not VALUES.known(tensor):
+    if not VALUES.readable(tensor):
         host = zeroed(host)
     MACHINE.needs_pinned(tensor.get_device(), non_blocking)
-    # asked not to block, PyTorch takes pinned memory for the result, and the call does return at once
+    # a copy that should not block has pinned memory for its result, and returns at once
     if non_blocking:
         pin(host)
     else:
@@ -349,18 +350,18 @@ def _taken_home(
 
 
 def _read_scalar(tensor: Tensor) -> Any:
-    """`aten::_local_scalar_dense`: what every truth test and every `.item()` comes down to, under the better name."""
+    """`aten::_local_scalar_dense`, which each truth test and each `.item()` calls; shown as `aten::item`."""
     with DeviceCall("aten::item") as place:
         cuda_api.announce_sync()
         MACHINE.use([tensor], [], MACHINE.stream(tensor.get_device()), place)
         MACHINE.copy(tensor.get_device(), tensor.element_size(), _TO_HOST, pinned=True, non_blocking=False)
         return _aten._local_scalar_dense.default(
-            to_host(tensor) if VALUES.known(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
+            to_host(tensor) if VALUES.readable(tensor) else _aten.zeros.default([], dtype=tensor.dtype)
         )
 
 
 def _empty(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
-    """Memory alone: no kernel runs."""
+    """Memory without values, so no kernel runs."""
     MACHINE.clock.spend_on_view(MACHINE.clock.host())
     return _blank(_aten.empty.memory_format, (size,), options, CURRENT.index(device))
 
@@ -377,12 +378,12 @@ def _blank(make: Callable[..., Tensor], sizes: tuple[Any, ...], options: dict[st
         MACHINE.raise_for_memory(error, device)
         raise
     if MACHINE.recording is not None:
-        host.zero_()  # what lies in a graph's memory must not stop the host's operators, which look at indices
+        host.zero_()  # values in a graph's memory may be used as indices by the host's operators
     return MACHINE.place_on(host, device)
 
 
 def _efficient_zeros(size: Any, *, device: torch.device | None = None, **options: Any) -> Tensor:
-    """Autograd's tensors of zeros, which nobody reads."""
+    """Autograd's tensors of zeros."""
     make = partial(_aten.zeros.default if VALUES.real else _aten.empty.memory_format, size, dtype=options.get("dtype"))
     host = make()
     result = MACHINE.place_on(host, CURRENT.index(device))
@@ -392,7 +393,7 @@ def _efficient_zeros(size: Any, *, device: torch.device | None = None, **options
 
 
 def _resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    """Within its storage where there is room, else in a new one that begins with the old values."""
+    """Resize within the storage if there is room, else in a new one that begins with the old values."""
     shape = _aten.empty.memory_format(size, dtype=tensor.dtype, device="meta", memory_format=memory_format)
     room = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     if shape.nbytes <= room:
@@ -401,7 +402,7 @@ def _resize_(tensor: Tensor, size: Any, *, memory_format: torch.memory_format | 
         )
         return tensor
     device, dtype = tensor.get_device(), tensor.dtype
-    old = _seen(tensor, MACHINE.records(device)) if VALUES.real else None
+    old = _host_values(tensor, MACHINE.records(device)) if VALUES.real else None
 
     def grow() -> Tensor:
         grown = _aten.empty.memory_format(size, dtype=dtype, device="cpu", memory_format=memory_format)
@@ -431,30 +432,30 @@ _SPECIAL = {
 }
 
 
-# Operators that PyTorch takes apart on the host, and that a GPU runs whole: attention, recurrent networks.
+# Operators that PyTorch decomposes on the host and a GPU runs as a whole: attention, recurrent networks.
 #
-# The parts are recorded by autograd on the host, and their gradient is computed there. To the program and to the clock
-# it is one operator forward and one backward.
+# Autograd records the parts on the host and computes their gradients there. For the program and the clock there is one
+# operator forward and one backward.
 
 _NO_HOOKS = (lambda tensor: tensor,) * 2
 
 
-class _Run:
-    """One call: what it computed on the host, and from what. A graph that is replayed computes it anew."""
+class _WholeCall:
+    """A call of such an operator: its inputs and results on the host."""
 
     def __init__(self, kernel: Kernel, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
         self.kernel, self.device = kernel, tensors[0].get_device()
-        self.leaves = [self.seen(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
-        waiting = iter(self.leaves)
-        self.args = _placed(args, waiting)
-        self.kwargs = {name: _placed(option, waiting) for name, option in kwargs.items()}
+        self.leaves = [self.on_host(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
+        device_leaves = iter(self.leaves)
+        self.args = _placed(args, device_leaves)
+        self.kwargs = {name: _placed(option, device_leaves) for name, option in kwargs.items()}
         self.parts: list[Tensor] = []
         given = dict(zip(kernel.arguments, self.args, strict=False)) | self.kwargs
         self.draws = any(given.get(name) for name in ("dropout_p", "dropout"))
 
     def forward(self) -> list[Tensor]:
         compute = self.kernel.on_host or self.kernel.native
-        # a checkpoint would throw away what the parts save, and compute the operator anew for each of them
+        # a checkpoint would drop what the parts save, and compute the operator again for each of them
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(*_NO_HOOKS):
             if self.draws:
                 out = randomness.draw(compute, self.device, list(self.args), self.kwargs, False)
@@ -465,64 +466,64 @@ class _Run:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         needed = [leaf for leaf in self.leaves if leaf.requires_grad]
-        known = self.reached(gradients)
-        ends, given = [part for part, _ in known], [gradient for _, gradient in known]
-        return list(torch.autograd.grad(ends, needed, given, allow_unused=True, retain_graph=True))
+        reached = self.with_gradients(gradients)
+        ends, output_gradients = [part for part, _ in reached], [gradient for _, gradient in reached]
+        return list(torch.autograd.grad(ends, needed, output_gradients, allow_unused=True, retain_graph=True))
 
-    def reached(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """The parts that a gradient has come for, and that pass it on."""
-        both = zip(self.parts, gradients, strict=True)
-        return [(part, gradient) for part, gradient in both if gradient is not None and part.requires_grad]
+    def with_gradients(self, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """The parts that have a gradient and pass it on, with their gradients."""
+        pairs = zip(self.parts, gradients, strict=True)
+        return [(part, gradient) for part, gradient in pairs if gradient is not None and part.requires_grad]
 
-    def seen(self, tensor: Tensor) -> Tensor:
+    def on_host(self, tensor: Tensor) -> Tensor:
         if not VALUES.real:
             return outline(tensor)
         return to_host(tensor.detach()) if MACHINE.recording is None else MACHINE.lasting(tensor.detach())
 
     def launch(self, suffix: str, inputs: Any, outputs: Sequence[Tensor | None]) -> None:
-        known = [output for output in outputs if output is not None]
-        MACHINE.launch(
-            self.device, self.kernel.short + suffix, inputs, known, self.kernel.asked(self.args, self.kwargs)
-        )
+        present = [output for output in outputs if output is not None]
+        arguments = self.kernel.cost_arguments(self.args, self.kwargs)
+        MACHINE.launch(self.device, self.kernel.short + suffix, inputs, present, arguments)
 
-    def results(self, compute: Callable[[], Any], found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What was found, on the device, and computed again by each replay of a graph that is captured now."""
-        hosts = [result if result is None or VALUES.real else reserved(result) for result in found]
-        made = [None if host is None else MACHINE.place_on(host, self.device) for host in hosts]
+    def results(self, compute: Callable[[], Any], host_results: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Host results as device tensors; each replay of the current capture computes them again."""
+        hosts = [result if result is None or VALUES.real else reserved(result) for result in host_results]
+        results = [None if host is None else MACHINE.place_on(host, self.device) for host in hosts]
         if (recording := MACHINE.records(self.device)) is not None:
-            recording.repeat(compute, found)
-        return made
+            recording.repeat(compute, host_results)
+        return results
 
 
-class _Whole(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
+class _WholeOperator(torch.autograd.Function):  # type: ignore[misc]  # PyTorch is not typed here
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, args: Any, kwargs: Any, *tensors: Tensor) -> Any:
         with DeviceCall(kernel.name) as place:
-            ctx.run = run = _Run(kernel, args, kwargs, tensors)
-            found = run.forward()
-            run.launch("", run.leaves, run.parts)
+            ctx.call = call = _WholeCall(kernel, args, kwargs, tensors)
+            host_results = call.forward()
+            call.launch("", call.leaves, call.parts)
             ctx.save_for_backward(*tensors)
-            results = tuple(run.results(run.forward, found))
-            MACHINE.use(tensors, results, MACHINE.stream(run.device), place)
+            results = tuple(call.results(call.forward, host_results))
+            MACHINE.use(tensors, results, MACHINE.stream(call.device), place)
             return results if len(kernel.returned) > 1 else results[0]
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        saved = ctx.saved_tensors  # says so if they are freed already
-        run = ctx.run
-        with DeviceCall(f"{run.kernel.name}_backward") as place:
-            seen = [None if gradient is None else run.seen(gradient) for gradient in gradients]
-            found = run.backward(seen)
-            run.launch("_backward", [*run.leaves, *(gradient for _, gradient in run.reached(seen))], found)
-            made = run.results(partial(run.backward, seen), found)
-            MACHINE.use((*saved, *gradients), made, MACHINE.stream(run.device), place)
-            results = iter(made)
-            return None, None, None, *[next(results) if leaf.requires_grad else None for leaf in run.leaves]
+        saved = ctx.saved_tensors  # raises if they are freed already
+        call = ctx.call
+        with DeviceCall(f"{call.kernel.name}_backward") as place:
+            host_gradients = [None if gradient is None else call.on_host(gradient) for gradient in gradients]
+            host_results = call.backward(host_gradients)
+            used = [gradient for _, gradient in call.with_gradients(host_gradients)]
+            call.launch("_backward", [*call.leaves, *used], host_results)
+            input_gradients = call.results(partial(call.backward, host_gradients), host_results)
+            MACHINE.use((*saved, *gradients), input_gradients, MACHINE.stream(call.device), place)
+            results = iter(input_gradients)
+            return None, None, None, *[next(results) if leaf.requires_grad else None for leaf in call.leaves]
 
 
-def _placed(value: Any, waiting: Iterator[Tensor]) -> Any:
-    return map_tensors(lambda tensor: next(waiting) if tensor.is_cuda else tensor, value)
+def _placed(value: Any, replacements: Iterator[Tensor]) -> Any:
+    return map_tensors(lambda tensor: next(replacements) if tensor.is_cuda else tensor, value)
 
 
 def _as_one(overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -530,7 +531,7 @@ def _as_one(overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         of_device = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.is_cuda]
-        return _Whole.apply(kernel, args, kwargs, *of_device)
+        return _WholeOperator.apply(kernel, args, kwargs, *of_device)
 
     return call
 
@@ -539,11 +540,11 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`scaled_dot_product_attention`: by the host's flash kernel where the host would take it, else as one."""
-    seen = [to_host(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in (query, key, value)]
+    """`scaled_dot_product_attention`, by the host's flash kernel if the host would use it, else as a whole."""
+    host_inputs = [to_host(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in (query, key, value)]
     mask = None if attn_mask is None else to_host(attn_mask.detach()).requires_grad_(attn_mask.requires_grad)
     flash = 1
-    if torch._fused_sdp_choice(*seen, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa) != flash:
+    if torch._fused_sdp_choice(*host_inputs, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa) != flash:
         return _attention_as_one(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
@@ -556,7 +557,7 @@ _attention_as_one = _as_one(_aten.scaled_dot_product_attention.default)
 
 
 def _whole_operators() -> dict[str, Callable[..., Any]]:
-    """By name, what to run above autograd."""
-    found = {name: _overload_named(f"aten::{name}") for name in (*OPERATORS["whole"], *CELLS)}
-    kernels = {name: _as_one(overload, CELLS.get(name)) for name, overload in found.items() if overload is not None}
+    """Operators that run above autograd, by name."""
+    overloads = {name: _overload_named(f"aten::{name}") for name in (*OPERATORS["whole"], *CELLS)}
+    kernels = {name: _as_one(overload, CELLS.get(name)) for name, overload in overloads.items() if overload is not None}
     return {"scaled_dot_product_attention": _attention, **kernels}

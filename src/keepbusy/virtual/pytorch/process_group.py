@@ -28,30 +28,30 @@ from keepbusy.virtual.pytorch import NAMES
 from keepbusy.virtual.pytorch.cuda_api import replace_everywhere
 from keepbusy.virtual.pytorch.tensors import CARRIED_SIZE, VALUES, map_tensors, tensors_in, to_host
 
-# Moving the values of a collective: at once, or when the replay of a graph gets there.
+# Moving the values of a collective: at once, or at the replay of a graph.
 
 
-def exchange(does: Callable[..., Any], tensors: list[Any]) -> None:
-    """Let values move between ranks, and wait until they have."""
-    done = does(*tensors)
-    if done is not None:
-        done.wait()
+def exchange(move: Callable[..., Any], tensors: list[Any]) -> None:
+    """Move values between ranks, and wait for that."""
+    work = move(*tensors)
+    if work is not None:
+        work.wait()
 
 
-def _at_replay(does: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
-    """A captured collective moves nothing. When a replay gets there, it does, and then the ranks meet."""
-    kept = map_tensors(lambda tensor: MACHINE.lasting(tensor.detach()), tensors)
-    move: Callable[[], object] = partial(exchange, does, kept)
+def _at_replay(transfer: Callable[..., Any], tensors: list[Any], meet: Callable[[int], int]) -> Callable[[int], int]:
+    """A captured collective moves its values at each replay, before the ranks agree on the last arrival."""
+    lasting = map_tensors(lambda tensor: MACHINE.lasting(tensor.detach()), tensors)
+    move: Callable[[], object] = partial(exchange, transfer, lasting)
     if MACHINE.recording is not None:
         move = MACHINE.recording.after_steps_so_far(move)
     return lambda arrival: (move(), meet(arrival))[1]
 
 
-# What a collective leaves in the program's hands until somebody waits for it.
+# The handle of a collective that is not finished.
 
 
 def _hold_up(device: int, moment: Moment | None, blocks: bool) -> None:
-    """What the program launches next on that device comes after the moment; `blocks`: the host waits for it, too."""
+    """The current stream of the device waits for the moment; `blocks`: the host waits for it, too."""
     if moment is None:
         return
     if blocks:
@@ -61,13 +61,12 @@ def _hold_up(device: int, moment: Moment | None, blocks: bool) -> None:
 
 
 class Handle(Work):
-    """A collective on its way. Who waits for NCCL makes the current stream wait, and the host goes on; who waits for
-    gloo makes the host wait."""
+    """A collective that is running. Waiting for NCCL makes the current stream wait; waiting for gloo, the host."""
 
     def __init__(self, result: Any, device: int = -1, moment: Moment | None = None, blocks: bool = False) -> None:
         super().__init__()
         self.moment = moment
-        self._hold_up = partial(_hold_up, device, moment, blocks)  # which does not hold this, nor the result
+        self._hold_up = partial(_hold_up, device, moment, blocks)  # holds neither this object nor the result
         self.future = _Future(self._hold_up)
         self.future.set_result(result)
 
@@ -84,17 +83,17 @@ class Handle(Work):
         return True
 
     def get_future(self) -> Any:
-        """C++ waits for it when the backward pass ends, and does not tell: what is queued here comes before. At the end
-        of the pass itself nothing can be queued any more."""
+        """A future, for which C++ waits at the end of the backward pass without a call of ours, so a callback is queued
+        before that. At the end of the pass itself nothing can be queued any more."""
         if torch._C._current_autograd_node() is None:
             self._hold_up()
-        with contextlib.suppress(RuntimeError):  # where nothing goes back, who asked for it waits by itself
+        with contextlib.suppress(RuntimeError):  # outside of a backward pass the caller waits itself
             torch.autograd.Variable._execution_engine.queue_callback(self._hold_up)
         return self.future
 
 
 class _Future(torch.futures.Future[Any]):  # type: ignore[misc]  # PyTorch is not typed here
-    """What a collective gives, for whoever waits for it in Python."""
+    """The future of a collective, for waits in Python."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         super().__init__()
@@ -111,40 +110,40 @@ class _Future(torch.futures.Future[Any]):  # type: ignore[misc]  # PyTorch is no
 
 # The process group behind `nccl` and `gloo`: real values through gloo on the host, modelled time on the devices.
 #
-# Ranks meet in virtual time: each says when its part could begin, and all learn when the last one could.
+# Ranks meet in virtual time: each sends when its part could begin, and all receive when the last one could.
 
 GLOO = figures("gloo")
 _TIME_TAG, _KNOWN_TAG = 1 << 20, 1 << 21
-"""Added to the tag of a message, for the time at which it was sent, and for whether it has values."""
+"""Added to a message's tag, for messages with its time, and with whether it has values."""
 
 
 class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not typed here
-    """One group of ranks. Methods bear the names that PyTorch calls."""
+    """A group of ranks. PyTorch prescribes the names of the methods."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any, backend: str = "nccl") -> None:
-        """`backend`: `nccl`, or `gloo`, which copies tensors of the GPU to the host and back; with tensors of the host
-        gloo itself does all."""
+        """`backend`: `nccl`, or `gloo`, which copies device tensors to the host and back; host tensors are left to
+        gloo."""
         super().__init__(rank, size)
         self.backend, self._by_host = backend, backend == "gloo"
         self.gloo: Any = OneForAll(size) if MACHINE.alike > 1 else dist.ProcessGroupGloo(store, rank, size, timeout)
         self.index, self.members = rank, size
-        if MACHINE.rank is None:  # the first group is that of all ranks
+        if MACHINE.rank is None:  # the first group has all ranks
             MACHINE.rank = rank
             MACHINE.clock.await_others("init_process_group", self._last_arrival)
         self._streams: dict[tuple[int, int], int] = {}
 
     @cached_property
     def _hosts(self) -> int:
-        """On how many hosts its ranks are."""
-        known, of_host = dist.distributed_c10d._world.pg_group_ranks.get(self), MACHINE.device.wire.devices
-        return len({rank // of_host for rank in known}) if known else -(-self.members // of_host)
+        """The number of hosts of its ranks."""
+        ranks, per_host = dist.distributed_c10d._world.pg_group_ranks.get(self), MACHINE.device.wire.devices
+        return len({rank // per_host for rank in ranks}) if ranks else -(-self.members // per_host)
 
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
-        # of one named gloo DDP's logger asks for native gloo
+        # DDP's logger asks a backend named gloo for native gloo
         return OUR_BACKENDS["gloo"] if self._by_host else self.backend
 
     def _get_backend(self, _device: Any) -> VirtualGroup:
-        """Asked by `batch_isend_irecv` since PyTorch 2.15, whether it puts messages together."""
+        """Called by `batch_isend_irecv` since PyTorch 2.15, to find out whether messages can be coalesced."""
         return self
 
     @property
@@ -154,12 +153,12 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     group_name = pg_name
 
     def _number(self, peer: int) -> int:
-        """The same on all ranks that meet: all of the group, or a sender and its receiver."""
+        """A number that is the same on all ranks that meet: those of the group, or a sender and its receiver."""
         pair = f"|{min(self.index, peer)}-{max(self.index, peer)}" if peer >= 0 else ""
         return zlib.crc32(f"{self.pg_name}{pair}".encode()) & 0x7FFFFFFF
 
     def _stream(self, device: int, peer: int = -1) -> int:
-        """As in NCCL, messages to each peer have a stream of their own."""
+        """The stream of collectives or, as in NCCL, of messages with one peer."""
         if (device, peer) not in self._streams:
             self._streams[device, peer] = MACHINE.clock.new_stream(device)
             MACHINE.memory.accesses.private_streams.add(self._streams[device, peer])
@@ -168,44 +167,44 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     def _stays_on_host(self, tensors: list[Tensor]) -> bool:
         return self._by_host and not any(tensor.is_cuda for tensor in tensors)
 
-    # what every collective does
+    # parts of all collectives
 
     def _run(
-        self, name: str, result: Any, tensors: list[Any], does: Callable[..., Any],
+        self, name: str, result: Any, tensors: list[Any], move: Callable[..., Any],
         meet: Callable[[int], int] | None = None, sends: bool = True, peer: int = -1,
         agree: Callable[[int], int] | None = None, writes: bool = True,
     ) -> Handle:  # fmt: skip
-        """`does` moves the values of the tensors, seen by the host. `sends`: this rank's are among them. `peer`: the
-        other rank of a message. `meet` and `agree`: the latest arrival, and whether both have values."""
+        """`move` moves the values of the tensors on the host. `sends`: whether this rank sends values. `peer`: the
+        other rank of a message. `meet` and `agree` find the last arrival, and whether all have values."""
         flat = tensors_in(tensors)
         if self._stays_on_host(flat):
-            return does(*tensors) or Handle(result)
+            return move(*tensors) or Handle(result)
         with DeviceCall(f"{self.backend}:{name}") as place:
             device = next((tensor.get_device() for tensor in flat if tensor.is_cuda), -1)
-            given, written = tensors[-1] if sends else [], tensors[0] if writes else []
+            read, written = tensors[-1] if sends else [], tensors[0] if writes else []
             meet = meet or self._last_arrival
             has_values = VALUES.real or device < 0
-            if not has_values and _bytes(flat) <= CARRIED_SIZE:  # a run without values has little, and all must agree
+            if not has_values and _bytes(flat) <= CARRIED_SIZE:  # small tensors may have some
                 agree = agree or partial(self._agreed, operation=dist.ReduceOp.MIN)
-                has_values = bool(agree(all(map(VALUES.known, tensors_in(given)))))
+                has_values = bool(agree(all(map(VALUES.readable, tensors_in(read)))))
             if not has_values:
                 map_tensors(VALUES.forget, tensors[0])
             elif device >= 0 and MACHINE.captures(device):
-                meet = _at_replay(does, tensors, meet)
+                meet = _at_replay(move, tensors, meet)
             else:
-                exchange(does, map_tensors(_on_host, tensors))
+                exchange(move, map_tensors(_on_host, tensors))
                 map_tensors(VALUES.keep, tensors[0])
             if device < 0:
                 return Handle(result)
             size = max(map(_bytes, tensors), default=0)
-            use = partial(MACHINE.use, given, written, place=place)
+            use = partial(MACHINE.use, read, written, place=place)
             moment = self._on_clock(name, device, size, meet, peer, use)
             return Handle(result, device, moment, self._by_host)
 
     def _on_clock(
         self, name: str, device: int, size: int, meet: Callable[[int], int], peer: int, use: Callable[..., object]
     ) -> Moment:
-        """`use`: note on a stream what the collective reads and writes."""
+        """Time the collective. `use`: notes on a stream what it reads and writes."""
         clock, stream = MACHINE.clock, self._stream(device, peer)
         clock.wait(stream, clock.record(MACHINE.stream(device)))
         use(stream=stream)
@@ -244,7 +243,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return [self.allreduce([tensor], opts) for tensor in tensors][-1]
 
     def _reduced(self, tensors: list[Tensor], options: Any) -> None:
-        """Gloo has no average: a sum, divided."""
+        """All-reduce by gloo, which has no average: that is a sum, divided."""
         operation = dist.ReduceOp.SUM if options is None else options.reduceOp
         average = operation == dist.ReduceOp.AVG
         self.gloo.allreduce(tensors, _reducing(dist.ReduceOp.SUM if average else operation)).wait()
@@ -264,21 +263,21 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self._as_gloo("scatter", opts or dist.ScatterOptions(), outputs, inputs)
 
     def _as_gloo(self, name: str, options: Any, *tensors: Any) -> Handle:
-        does, is_root = getattr(self.gloo, name), options.rootRank == self.index
+        collective, is_root = getattr(self.gloo, name), options.rootRank == self.index
         sends = name != "broadcast" or is_root
         writes = {"broadcast": not is_root, "reduce": is_root, "gather": is_root}.get(name, True)
         return self._run(
-            name, tensors[0], [*tensors], lambda *on_host: does(*on_host, options), sends=sends, writes=writes
+            name, tensors[0], [*tensors], lambda *on_host: collective(*on_host, options), sends=sends, writes=writes
         )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         return self._run("all_gather", outputs, [outputs, inputs], self.gloo.allgather)
 
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Handle:
         def gather(out: Tensor, own: Tensor) -> Any:
             return self.gloo.allgather([list(out.view(-1).chunk(self.members))], [own.contiguous().view(-1)])
 
-        return self._run("all_gather", [output], [output, given], gather)
+        return self._run("all_gather", [output], [output, source], gather)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         return list(map(self.all_gather_single, outputs, inputs))[-1]
@@ -291,8 +290,8 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
         return self._run("reduce_scatter", outputs, [outputs, inputs], scatter)
 
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Handle:
-        return self.reduce_scatter([output], [list(given.view(self.members, -1).unbind())], opts)
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Handle:
+        return self.reduce_scatter([output], [list(source.view(self.members, -1).unbind())], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         return [self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
@@ -301,11 +300,11 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
 
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
+        self, output: Tensor, source: Tensor, out_sizes: Any, in_sizes: Any, opts: Any = None
     ) -> Handle:
         sizes = out_sizes or [], in_sizes or []
         return self._run(
-            "all_to_all", [output], [output, given],
+            "all_to_all", [output], [output, source],
             lambda out, own: self.gloo.alltoall_base(out, own, *sizes, dist.AllToAllOptions()),
         )  # fmt: skip
 
@@ -317,16 +316,16 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
         def exchange(out: list[Tensor], own: list[Tensor]) -> None:
             flat = torch.cat([tensor.reshape(-1) for tensor in own])
-            found = flat.new_empty(sum(tensor.numel() for tensor in out))
+            received = flat.new_empty(sum(tensor.numel() for tensor in out))
             sizes = [[tensor.numel() for tensor in side] for side in (out, own)]
-            self.gloo.alltoall_base(found, flat, *sizes, dist.AllToAllOptions()).wait()
-            for target, part in zip(out, found.split(sizes[0]), strict=True):
+            self.gloo.alltoall_base(received, flat, *sizes, dist.AllToAllOptions()).wait()
+            for target, part in zip(out, received.split(sizes[0]), strict=True):
                 target.copy_(part.view(target.shape))
 
         return self._run("all_to_all", outputs, [outputs, inputs], exchange)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
-        """It is gone once it is under way, whenever the peer asks for it; what it must know goes with it."""
+        """Send without waiting for the peer. The time and whether there are values are sent, too."""
         if self._stays_on_host(tensors):
             return self.gloo.send(tensors, peer, tag)
         self._refuse_messages()
@@ -335,11 +334,11 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
             for message in on_host:
                 self._post(message.clone(), peer, tag)
 
-        def tell(value: int, beside: int) -> int:
-            self._post(_number(value), peer, tag + beside)
+        def post_value(value: int, offset: int) -> int:
+            self._post(_number(value), peer, tag + offset)
             return value
 
-        meet, agree = partial(tell, beside=_TIME_TAG), partial(tell, beside=_KNOWN_TAG)
+        meet, agree = partial(post_value, offset=_TIME_TAG), partial(post_value, offset=_KNOWN_TAG)
         return self._run("send", tensors, [tensors], post, meet, peer=peer, agree=agree, writes=False)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
@@ -348,46 +347,47 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
         return self.gloo.recv_anysource(tensors, tag)
 
     def _refuse_messages(self) -> None:
-        """Gloo hands the device's address to the network, which refuses it."""
+        """Refuse device tensors, as gloo does: it gives the device's address to the network, which fails."""
         if self._by_host:
             raise RuntimeError(
                 "writev: Bad address (gloo sends no tensors of a GPU; send a copy on the CPU, or use nccl)"
             )
 
     def _post(self, message: Tensor, peer: int, tag: int) -> None:
-        """Gloo lets go of a message when its receiver asks; two ranks that send to each other would wait for ever."""
+        """Send without waiting: gloo finishes once the message is received, which two ranks must not both await."""
         _posted[:] = [posted for posted in _posted if not posted[0].is_completed()]
         _posted.append((self.gloo.send([message], peer, tag), message))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Handle:
-        """It waits, on the device, for whoever sends."""
+        """Receive; the device waits for the sender."""
         if self._stays_on_host(tensors):
             return self.gloo.recv(tensors, peer, tag)
         self._refuse_messages()
 
-        def hear(_value: int, beside: int) -> int:
+        def receive_value(_value: int, offset: int) -> int:
             received = _number(0)
-            self.gloo.recv([received], peer, tag + beside).wait()
+            self.gloo.recv([received], peer, tag + offset).wait()
             return int(received.item())
 
-        meet, agree = partial(hear, beside=_TIME_TAG), partial(hear, beside=_KNOWN_TAG)
+        meet, agree = partial(receive_value, offset=_TIME_TAG), partial(receive_value, offset=_KNOWN_TAG)
         return self._run(
             "recv", tensors, [tensors], lambda on_host: self.gloo.recv(on_host, peer, tag), meet, sends=False,
             peer=peer, agree=agree,
         )  # fmt: skip
 
     def _start_coalescing(self, device: Any) -> None:
-        """What is said as one goes one by one here: the values are the same."""
+        """Coalesced operations run one by one here; the values are the same."""
 
     def _end_coalescing(self, device: Any) -> Handle:
         index, clock = CURRENT.index(device), MACHINE.clock
         own = self._stream(index)
-        for stream in [lane for (at, peer), lane in self._streams.items() if at == index and peer >= 0]:
-            clock.wait(own, clock.record(stream))
+        for (device_index, peer), stream in [*self._streams.items()]:
+            if device_index == index and peer >= 0:
+                clock.wait(own, clock.record(stream))
         return Handle([], index, clock.record(own))
 
     def barrier(self, opts: Any = None) -> Handle:
-        """A small all-reduce, and the host waits for it; of gloo nothing but the hosts."""
+        """A small all-reduce for which the host waits; in gloo only the hosts wait."""
         if self._by_host:
             MACHINE.clock.await_others("gloo:barrier", self._last_arrival)
             return Handle([])
@@ -402,22 +402,22 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
 
 _posted: list[tuple[Any, Tensor]] = []
-"""Messages of this process that their receivers may not have asked for yet."""
+"""Messages of this process that their receivers may not have received."""
 PATIENCE = 10.0
-"""Seconds that a rank at its end waits for them: on a GPU it would wait for ever."""
+"""Seconds that a rank waits for them at its end; on a GPU it would wait for ever."""
 
 
 def _see_messages_off() -> None:
-    """A rank that is done ends once its messages are taken; one that failed ends at once."""
+    """A rank ends once its messages are received; if it has failed, at once."""
     until = monotonic() + (0.0 if hasattr(sys, "last_value") else PATIENCE)
     while _posted and (remaining := until - monotonic()) > 0:
         work, _ = _posted.pop()
-        with contextlib.suppress(RuntimeError):  # nobody asks for it any more
+        with contextlib.suppress(RuntimeError):  # the receiver has ended
             work.wait(timedelta(seconds=remaining))
 
 
 class OneForAll:
-    """In place of gloo where one rank stands for all of a run: what others would bring is what this one has."""
+    """In place of gloo if one process stands for all ranks: the others' values are those of this one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -452,10 +452,10 @@ class OneForAll:
             target.copy_(parts[0])
         return self
 
-    def alltoall_base(self, output: Tensor, given: Tensor, *_sizes: Any) -> OneForAll:
-        if output.numel() != given.numel():
+    def alltoall_base(self, output: Tensor, source: Tensor, *_sizes: Any) -> OneForAll:
+        if output.numel() != source.numel():
             raise self._not_alike("exchange parts of different sizes")
-        output.copy_(given.view(output.shape))
+        output.copy_(source.view(output.shape))
         return self
 
     def send(self, *_message: Any) -> OneForAll:
@@ -463,8 +463,8 @@ class OneForAll:
 
     recv = send
 
-    def _not_alike(self, what: str) -> RuntimeError:
-        return RuntimeError(f"ranks that {what} do different things; run them all: keepbusy run --ranks {self.size}")
+    def _not_alike(self, act: str) -> RuntimeError:
+        return RuntimeError(f"ranks that {act} do different things; run them all: keepbusy run --ranks {self.size}")
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -486,21 +486,21 @@ def _bytes(value: Any) -> int:
 
 
 OUR_BACKENDS = {"nccl": "keepbusy", "gloo": "keepbusy_gloo"}
-"""The names that PyTorch knows our backends by, and those that the program hears."""
+"""The program's names of backends, and the names under which ours are registered."""
 
 
 def patch() -> None:
     for backend, name in OUR_BACKENDS.items():
         dist.Backend.register_backend(name, partial(VirtualGroup, backend=backend), devices=["cuda", "cpu"])
     native = dist.distributed_c10d
-    around: dict[str, Callable[..., Any]] = {
+    wrappers: dict[str, Callable[..., Any]] = {
         "init_process_group": _init_process_group,
         "new_group": _new_group,
         "destroy_process_group": _destroy_process_group,
         "get_backend": _get_backend,
         **dict.fromkeys(("broadcast_object_list", "send_object_list", "recv_object_list"), _objects_by_host),
     }
-    wrapped: dict[str, Any] = {name: partial(does, getattr(native, name)) for name, does in around.items()}
+    wrapped: dict[str, Any] = {name: partial(wrapper, getattr(native, name)) for name, wrapper in wrappers.items()}
     replace_everywhere(native, {**wrapped, "is_nccl_available": lambda: True})
     atexit.register(_see_messages_off)
     os.register_at_fork(after_in_child=_posted.clear)
@@ -510,7 +510,7 @@ def patch() -> None:
 
 
 def _our_backend(backend: Any) -> Any:
-    """Ours, if tensors of the GPU go by `nccl` or `gloo`, alone or for the devices of a longer name."""
+    """Our backend, if the program's one for device tensors is `nccl` or `gloo`; else the program's."""
     named = dict.fromkeys(("cuda", "cpu"), str(backend).lower()) if backend is not None else {"cuda": "nccl"}
     if ":" in named.get("cpu", ""):
         named = dict(part.split(":", 1) for part in named["cpu"].split(","))
@@ -518,7 +518,7 @@ def _our_backend(backend: Any) -> Any:
 
 
 def _init_process_group(native: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("device_id", None)  # it would start native NCCL early
+    kwargs.pop("device_id", None)  # else native NCCL would be started early
     if MACHINE.alike > 1:
         kwargs |= {"rank": 0, "world_size": MACHINE.alike, "store": dist.HashStore(), "init_method": None}
     return native(_our_backend(backend), *args, **kwargs)
@@ -537,10 +537,10 @@ def _destroy_process_group(native: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _get_backend(native: Callable[..., Any], group: Any = None) -> Any:
-    found = native(group)
-    return next((backend for backend, name in OUR_BACKENDS.items() if name == found), found)
+    own_name = native(group)
+    return next((backend for backend, name in OUR_BACKENDS.items() if name == own_name), own_name)
 
 
 def _objects_by_host(native: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    """A device that computes nothing would have lost what is put together on it."""
+    """Send objects as host tensors in a run without values, where device tensors would lose them."""
     return native(*args, device=device if VALUES.real else torch.device("cpu"), **kwargs)

@@ -1,4 +1,4 @@
-"""Random numbers of the device: a generator for each, apart from the host's."""
+"""Random numbers of the devices: each has a generator apart from the host's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepbusy.virtual.random_states import STATES, STEP, WORD, RandomState, put_
 
 
 class DeviceGenerator(HostGenerator):
-    """Draws on the host, and says that it is a device's. A capture allows little of it, as on a GPU."""
+    """A host generator that claims to be a device's. As on a GPU, few of its methods are allowed in a capture."""
 
     _index: int
     _cdata: int
@@ -90,12 +90,12 @@ class _GeneratorType(type):
 
 
 class GeneratorOfAnyDevice(metaclass=_GeneratorType):
-    """Stands for `torch.Generator`, which this build of PyTorch cannot make for a device."""
+    """In place of `torch.Generator`, which PyTorch without CUDA cannot make for a device."""
 
     def __new__(cls, device: torch.device | str | int = "cpu") -> Any:
-        where = torch.device(device)
-        if where.type == "cuda":
-            return _generator_of(CURRENT.index(where))
+        parsed_device = torch.device(device)
+        if parsed_device.type == "cuda":
+            return _generator_of(CURRENT.index(parsed_device))
         return HostGenerator(device)
 
 
@@ -123,35 +123,35 @@ DEFAULTS = Defaults()
 
 
 def refuse_generator(generator: Any, device: str) -> None:
-    """One of another device, as PyTorch says it."""
-    found = "cuda" if generator._cdata in STATES else "cpu"
-    if found != device and not DEFAULTS.shared:
-        raise RuntimeError(f"Expected a '{device}' device type for generator but found '{found}'")
+    """Refuse a generator of another device, with PyTorch's message."""
+    own_device = "cuda" if generator._cdata in STATES else "cpu"
+    if own_device != device and not DEFAULTS.shared:
+        raise RuntimeError(f"Expected a '{device}' device type for generator but found '{own_device}'")
 
 
 def draw(call: Callable[..., Any], device: int, args: list[Any], kwargs: dict[str, Any], takes_generator: bool) -> Any:
     """Call an operator that draws, with the device's generator unless one was given."""
-    given = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, HostGenerator)), None)
-    if given is not None:
-        refuse_generator(given, "cuda")
-    generator: Any = given or DEFAULTS(device)
+    own = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, HostGenerator)), None)
+    if own is not None:
+        refuse_generator(own, "cuda")
+    generator: Any = own or DEFAULTS(device)
     recording = MACHINE.records(device)
     if recording is not None:
         recording.draws_from(generator)
     state = STATES.get(generator._cdata)
     if state is not None:
         seed_host(generator, state)
-    if given is not None:
+    if own is not None:
         return call(*args, **kwargs)
     if takes_generator:
         return call(*args, **{**kwargs, "generator": generator})
     host = torch.default_generator
     if generator is host:
         return call(*args, **kwargs)
-    # an operator that knows no generator but the host's: it borrows the device's state
-    before = host.get_state()
+    # an operator that uses only the host's default generator: give that the device's state meanwhile
+    host_state = host.get_state()
     host.set_state(HostGenerator.get_state(generator))
     try:
         return call(*args, **kwargs)
     finally:
-        host.set_state(before)
+        host.set_state(host_state)

@@ -1,8 +1,8 @@
-"""What a CUDA graph computes: recorded during its capture, computed again at each replay.
+"""The values of a CUDA graph: operators are recorded during its capture, and computed again at each replay.
 
-While a stream captures, a GPU runs nothing. Here operators compute all the same, since PyTorch must know the shapes of
-their results; but when the capture ends, whatever they wrote into is as it was before, and their results hold nothing
-until the first replay. A replay computes the recorded steps into the same memory.
+During a capture a GPU runs nothing. Here operators compute all the same, since PyTorch must know the shapes of their
+results. When the capture ends, memory that they wrote into is restored, and their results hold nothing until the first
+replay. A replay computes the recorded steps into the same memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from keepbusy.virtual.random_states import put_state, state_of
 
 _aten = torch.ops.aten
 _MAX_SIZE_RATIO = 2
-"""A piece of memory serves again where no more than half of it would lie idle."""
+"""Memory is reused only if at least half of it is needed."""
 
 
 class Arena:
-    """Host memory of graphs that share a pool. What dies in a capture serves again in it, as on a GPU."""
+    """Host memory of graphs that share a pool. Memory freed in a capture is reused in it, as on a GPU."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int, Any]] = []  # size, address and storage
         self._returned: deque[Any] = deque()
 
     def take(self, size: int) -> Any:
-        """A storage of at least so many bytes."""
+        """A storage of at least `size` bytes."""
         while self._returned:
             storage = self._returned.popleft()
             insort(self._free, (storage.nbytes(), storage.data_ptr(), storage))
@@ -46,25 +46,25 @@ class Arena:
 
 
 class Recording:
-    """One capture: its steps, and what must be undone when it ends."""
+    """One capture: its steps, and the values to restore when it ends."""
 
     def __init__(self, arena: Arena, generators: Iterable[Any]) -> None:
         self.arena = arena
         self._steps: list[Callable[[], object]] = []
         self._played = 0
-        self._results: list[tuple[Tensor, Tensor]] = []  # results of the operator at work, and where they are kept
+        self._results: list[tuple[Tensor, Tensor]] = []  # results of the current operator, and their copies
         self._kept: list[Tensor] = []
-        self._addresses: set[int] = set()  # addresses of its memory
-        self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # what was written into, and what it held
-        # by the address of what is behind it: the dispatcher makes a new Python object on its way
+        self._addresses: set[int] = set()  # of the graph's memory
+        self._before: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # tensors written into, and their old values
+        # by the address of the C++ generator, since the dispatcher makes new Python objects for it
         self._states = {generator._cdata: (generator, state_of(generator)) for generator in generators}
-        # by the state in the capture, the state in this replay
+        # states in this replay, by those in the capture
         self._replayed_states: dict[tuple[int, bytes], Tensor] = {}
 
     # during the capture
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A new result, moved to the graph's own memory."""
+        """A copy of a new result in the graph's own memory."""
         result = tensor
         if 0 in tensor.stride():
             tensor = tensor.contiguous()
@@ -78,73 +78,73 @@ class Recording:
         return kept
 
     def about_to_write(self, *tensors: Tensor) -> None:
-        """Remember what they hold, unless it is of this capture's making."""
+        """Remember the values of tensors, except those that the capture has made."""
         for tensor in tensors:
-            place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if place not in self._before and tensor.untyped_storage().data_ptr() not in self._addresses:
-                self._before[place] = (tensor.detach(), tensor.clone())  # an operator may resize its view of them
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in self._before and tensor.untyped_storage().data_ptr() not in self._addresses:
+                self._before[key] = (tensor.detach(), tensor.clone())  # detached: an operator may resize the tensor
 
     def repeat(self, compute: Callable[[], Any], out: Any) -> None:
-        """An operator has computed `out`: at each replay, the same again, to where its results were kept."""
+        """An operator has computed `out`. At each replay it is computed again, into the copies of its results."""
         kept = defaultdict[int, deque[Tensor]](deque)  # an operator may give the same result twice
         for tensor, place in self._results:
             kept[id(tensor)].append(place)
         targets = [kept[id(result)].popleft() if kept[id(result)] else None for result in tensors_in(out)]
         self._results.clear()
 
-        def again() -> None:
-            for target, found in zip(targets, tensors_in(compute()), strict=True):
+        def recompute() -> None:
+            for target, value in zip(targets, tensors_in(compute()), strict=True):
                 if target is not None:
-                    target.copy_(found)
+                    target.copy_(value)
 
-        self._steps.append(again if any(target is not None for target in targets) else compute)
+        self._steps.append(recompute if any(target is not None for target in targets) else compute)
 
-    def run(self, does: Callable[[], object], *written: Tensor) -> None:
-        """Do something now, and at each replay."""
+    def run(self, step: Callable[[], object], *written: Tensor) -> None:
+        """Run a step now, and at each replay."""
         self.about_to_write(*written)
-        does()
-        self._steps.append(does)
+        step()
+        self._steps.append(step)
 
     def draws_from(self, generator: Any) -> None:
-        """A GPU must know before the capture whose random numbers a graph draws."""
+        """Refuse a generator that was not registered before the capture, as a GPU does."""
         if generator._cdata not in self._states:
             raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
 
     def note_state(self, generator: Any, state: Tensor) -> None:
-        """The program took a state, and may put it back: a replay has another one there."""
+        """The program reads a generator's state, and may put it back; at a replay the state is another one."""
         if generator._cdata in self._states:
-            place = (generator._cdata, state.numpy().tobytes())
-            self.run(lambda: self._replayed_states.update({place: state_of(generator)}))
+            key = (generator._cdata, state.numpy().tobytes())
+            self.run(lambda: self._replayed_states.update({key: state_of(generator)}))
 
     def put_back(self, generator: Any, state: Tensor) -> None:
-        place = (generator._cdata, state.numpy().tobytes())
-        if place not in self._replayed_states and not torch.equal(state, self._states[generator._cdata][1]):
+        key = (generator._cdata, state.numpy().tobytes())
+        if key not in self._replayed_states and not torch.equal(state, self._states[generator._cdata][1]):
             raise NotImplementedError(
                 "keepbusy's virtual GPU cannot put back, within a capture, a random state from before it."
             )
-        self.run(lambda: put_state(generator, self._replayed_states.get(place, state)))
+        self.run(lambda: put_state(generator, self._replayed_states.get(key, state)))
 
     def end(self) -> None:
-        """Nothing has run: memory and random states are as they were, and results hold nothing."""
+        """Restore memory and random states, and clear the results."""
         with torch.inference_mode(False), torch.no_grad():
-            for target, held in reversed(self._before.values()):
-                target.copy_(held)
+            for target, before in reversed(self._before.values()):
+                target.copy_(before)
             for kept in self._kept:
                 kept.fill_(float("nan")) if kept.is_floating_point() or kept.is_complex() else kept.zero_()
         for generator, state in self._states.values():
             put_state(generator, state)
-        for done in (self._before, self._kept, self._addresses, self._results):
-            done.clear()
+        for cache in (self._before, self._kept, self._addresses, self._results):
+            cache.clear()
 
     # at replay
 
-    def after_steps_so_far(self, does: Callable[[], object]) -> Callable[[], None]:
-        """For what must wait until the device gets there: plays the steps so far, then does it."""
-        so_far = len(self._steps)
+    def after_steps_so_far(self, action: Callable[[], object]) -> Callable[[], None]:
+        """A function that plays the steps recorded so far, and then runs an action of the host's."""
+        count = len(self._steps)
 
         def catch_up() -> None:
-            self.play(so_far)
-            does()
+            self.play(count)
+            action()
 
         return catch_up
 
@@ -154,10 +154,10 @@ class Recording:
             self._replayed_states[place, state.numpy().tobytes()] = state_of(generator)
 
     def play(self, until: int | None = None) -> None:
-        """Play the steps that have not been played since `begin`: all, or those before the step of that number."""
+        """Play the steps not played since `begin`: all, or those before step `until`."""
         steps = self._steps[self._played : until]
         self._played += len(steps)
-        c = torch._C  # the program's own modes see nothing of what happens on the device
+        c = torch._C  # the program's own modes do not see the device's work
         with (
             torch.inference_mode(False), torch.no_grad(),
             c._DisableTorchDispatch(), c._DisableAutocast(), c.DisableTorchFunction(),
@@ -167,7 +167,7 @@ class Recording:
 
 
 def over_storage(storage: Any, offset: int, like: Tensor) -> Tensor:
-    """A plain host tensor: one made in inference mode could not be written to outside."""
+    """A host tensor over a storage. It is no inference tensor, which could not be written to outside of that mode."""
     with torch.inference_mode(False):
         made = _aten.empty.memory_format([0], dtype=like.dtype)
         return _aten.set_.source_Storage_storage_offset(made, storage, offset, like.shape, like.stride())

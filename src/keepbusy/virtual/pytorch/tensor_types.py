@@ -1,7 +1,7 @@
-"""`torch.cuda.FloatTensor` and its kin, and `torch.set_default_tensor_type` with one of them.
+"""Types like `torch.cuda.FloatTensor`, and `torch.set_default_tensor_type` with them.
 
-Native code takes such a type for one that is not there. Where it is the default one, functions that make tensors make
-them on the device, unless the call says where.
+Native code has no such types in a build without CUDA. If one is the default, functions that make tensors make them on
+the device, unless the call names another one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keepbusy.program.patches import Patches
 
 
 class TensorType(type):
-    """The tensors of the device of one type, as `torch.cuda.FloatTensor`: native code goes by its whole name."""
+    """Device tensors of one type, such as `torch.cuda.FloatTensor`; native code uses the full name."""
 
     __name__ = property(lambda cls: cls.on_host.__name__)
     dtype: torch.dtype
@@ -29,8 +29,8 @@ class TensorType(type):
 
     @classmethod
     def of(cls, on_host: Any) -> TensorType:
-        about = {"__module__": "torch.cuda", "dtype": on_host.dtype, "on_host": on_host}
-        return cls(f"torch.cuda.{on_host.__name__}", (), about)
+        namespace = {"__module__": "torch.cuda", "dtype": on_host.dtype, "on_host": on_host}
+        return cls(f"torch.cuda.{on_host.__name__}", (), namespace)
 
     def __call__(cls, *given: Any, **options: Any) -> Any:
         if _are_sizes(given):
@@ -53,17 +53,17 @@ def _are_sizes(given: tuple[Any, ...]) -> bool:
 
 
 class Default:
-    """Whether tensors are made on the device where nobody says where."""
+    """Whether tensors are made on the device by default."""
 
     is_device = False
 
 
 _OF_TENSORS = ("tensor", "as_tensor", "normal")
-"""What is made of a tensor stays on its device."""
+"""With a tensor as argument their result stays on that tensor's device."""
 
 
 def patch(patches: Patches) -> None:
-    """`torch.cuda` has the types, and whoever makes a tensor asks which one is the default."""
+    """Add the types to `torch.cuda`, and let functions that make tensors use the default type."""
     for on_host in [kind for kind in torch._tensor_classes if kind.__module__ == "torch"]:
         setattr(torch.cuda, on_host.__name__, TensorType.of(on_host))
     patches.wrap(torch._C, "_set_default_tensor_type", _set_default)
@@ -76,10 +76,10 @@ def patch(patches: Patches) -> None:
 
 
 def _set_default(native: Callable[..., Any], kind: Any) -> None:
-    native(kind.on_host if isinstance(kind, TensorType) else kind)  # which says what is wrong with it
+    native(kind.on_host if isinstance(kind, TensorType) else kind)  # which refuses other objects
     Default.is_device = isinstance(kind, TensorType)
     if Default.is_device and "__new__" not in vars(Tensor):
-        import torch._dynamo  # noqa: F401  # it refuses any other function in this place, and looks at it once
+        import torch._dynamo  # noqa: F401  # it checks `Tensor.__new__` once, when it is imported
 
         Tensor.__new__ = staticmethod(partial(_new, Tensor.__new__))
 

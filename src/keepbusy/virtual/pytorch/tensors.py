@@ -1,4 +1,4 @@
-"""Tensors of the device: over memory of the host, which may be pinned, or over none where nothing is computed."""
+"""Device tensors over host memory, pinned memory, and runs without values."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Tensors that carry the CUDA device over host memory.
+# Device tensors over host memory.
 #
-# A DLPack capsule names its device in one word. Written anew, it makes a tensor of the other device
-# over the same memory, without a copy: `to_device` lets a host tensor be seen as one of the device,
-# `to_host` back again. Dispatch, autograd and autocast then see a CUDA tensor, not an imitation.
+# A DLPack capsule names its device in one word. With another word it makes a tensor of another device over the same
+# memory: `to_device` turns a host tensor into a device tensor, and `to_host` does the reverse. Dispatch, autograd and
+# autocast then work with a real CUDA tensor.
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 _HOST_WORD, _CUDA_WORD = 1, 2  # DLDevice: {int32 type, int32 number}
-_DEVICE_AT = 8  # its place in DLManagedTensor, after the data pointer
+_DEVICE_AT = 8  # its offset in DLManagedTensor, after the data pointer
 
 _to_capsule, _from_capsule = torch._C._to_dlpack, torch._C._from_dlpack
 _word_at = ctypes.c_int64.from_address
@@ -35,14 +35,14 @@ _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """The same memory as a host tensor. Conjugate and negative bits are dropped, as kernels below those keys expect."""
+    """A host tensor over the same memory, without conjugate and negative bits, as kernels below those keys expect."""
     capsule = _to_capsule(tensor)
     _word_at(_pointer(capsule, b"dltensor") + _DEVICE_AT).value = _HOST_WORD
     return _from_capsule(capsule)
 
 
 def to_device(tensor: Tensor, index: int) -> Tensor:
-    """The same memory as a tensor of a device. Nothing is accounted for: see `memory`."""
+    """A device tensor over the same memory. It allocates no device memory: see `DeviceTensors.place_on`."""
     if tensor.layout is not torch.strided:
         raise NotImplementedError(
             f"keepbusy's virtual GPU has no {str(tensor.layout).removeprefix('torch.')} tensors; only dense ones."
@@ -54,37 +54,37 @@ def to_device(tensor: Tensor, index: int) -> Tensor:
     return _from_capsule(capsule)
 
 
-def map_tensors(does: Any, value: Any) -> Any:
-    """`does` on every tensor in a value of nested lists."""
+def map_tensors(function: Any, value: Any) -> Any:
+    """Apply `function` to each tensor in nested lists."""
     if isinstance(value, Tensor):
-        return does(value)
+        return function(value)
     if isinstance(value, list | tuple):
-        return [map_tensors(does, item) for item in value]
+        return [map_tensors(function, item) for item in value]
     return value
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in a value of nested lists."""
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    return found
+    """All tensors in nested lists."""
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, value)
+    return tensors
 
 
-# Sparse tensors (COO) are made of two dense ones, on whatever device these are.
+# Sparse tensors (COO) consist of two dense ones.
 
 SPARSE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
 _aten = torch.ops.aten
 
 
 def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that it is made of."""
+    """The dense tensors of which a tensor consists."""
     if tensor.layout is not torch.sparse_coo:
         return (tensor,)
     return tuple(part.redispatch(SPARSE_KEYS, tensor) for part in (_aten._indices.default, _aten._values.default))
 
 
 def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """Made of other parts, and on their device."""
+    """A sparse tensor of other parts, on their device."""
     return _aten._sparse_coo_tensor_with_dims_and_tensors.default.redispatch(
         SPARSE_KEYS,
         tensor.sparse_dim(),
@@ -99,23 +99,23 @@ def sparse_like(tensor: Tensor, indices: Tensor, values: Tensor) -> Tensor:
     )
 
 
-# Memory of the host: what of it was never touched, which addresses are pinned, and how tensors come to be there.
+# Host memory: untouched pages and pinned addresses.
 
 
 class Pages:
-    """Bytes that results hold in memory of the host, and how many of them were touched at once so far.
+    """Bytes of host memory that results hold, and how many were touched so far.
 
-    The kernel maps untouched memory page by page, which takes several times as long as a copy. Memory that was freed
-    is touched, but for large blocks.
+    The kernel maps untouched memory page by page, which takes several times as long as a copy. Freed memory is touched
+    already, except for large blocks.
     """
 
     def __init__(self, mapped: int) -> None:
-        """`mapped`: so large blocks are never handed out again."""
+        """`mapped`: blocks of at least this size are never reused."""
         self.mapped = mapped
         self._held = self._touched = 0
 
     def take(self, size: int, holder: Any) -> int:
-        """Memory that lasts as long as `holder`; returns how much of it is touched for the first time."""
+        """Memory is used until `holder` is freed; returns how much of it is touched for the first time."""
         if size >= self.mapped:
             return size
         self._held += size
@@ -129,13 +129,13 @@ class Pages:
 
 
 _NativeCall: TypeAlias = tuple[tuple[CodeType, int], ...]
-"""Each function on the stack, and the instruction that it is at."""
+"""The functions on the stack, each with its current instruction."""
 _HOOKS = (__name__, "keepbusy.virtual.cpp_hooks")
-"""Modules whose functions native code calls back."""
+"""Modules whose functions native code calls."""
 
 
 class _Registered:
-    """Memory that is pinned until it is said not to be."""
+    """Memory pinned by `cudaHostRegister`."""
 
     def expired(self) -> bool:
         return False
@@ -144,8 +144,8 @@ class _Registered:
 _PINNED: dict[int, StorageWeakRef | _Registered] = {}
 _SWEEP_AT = 4096
 _pins_within: dict[int, _NativeCall] = {}
-"""By thread, the call in which native code was given an allocator of pinned memory and has not yet looked at what
-came of it."""
+"""By thread, the call in which native code got the allocator of pinned memory and has not yet asked about the
+memory."""
 
 
 def is_pinned(tensor: Tensor) -> bool:
@@ -153,24 +153,24 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def memory_at(address: int) -> object:
-    """What stands for the pinned memory of a storage that begins there, and for no other; None if it is not pinned."""
+    """An object that identifies the pinned memory of the storage at an address; None if it is not pinned."""
     return _PINNED.get(address) if _is_pinned_address(address) else None
 
 
 def _is_pinned_address(address: int) -> bool:
-    """`address`: where a storage begins."""
+    """`address`: that of a storage."""
     storage = _PINNED.get(address)
     return storage is not None and not storage.expired()
 
 
 def native_pins() -> None:
-    """Native code takes memory that shall be pinned; where it lies, nobody tells us."""
+    """Native code is about to allocate pinned memory; its address is not reported to us."""
     _pins_within[get_ident()] = _native_call()
 
 
 def native_is_pinned(address: int) -> bool:
-    """What native code hears of an address. DDP asks about memory that it has just taken, whose address nobody told us:
-    an unknown address is that memory within the call that took it."""
+    """Answer native code whether an address is pinned. DDP asks about memory that it has just allocated, whose address
+    is unknown to us: an unknown address is that memory if the same call allocated it."""
     if _is_pinned_address(address):
         return True
     thread = get_ident()
@@ -178,18 +178,18 @@ def native_is_pinned(address: int) -> bool:
 
 
 def _native_call() -> _NativeCall:
-    """Where the program, and PyTorch's Python, called into native code; nowhere in a thread of its own."""
-    found: list[tuple[CodeType, int]] = []
+    """The stack from which native code was called; empty in a thread of native code."""
+    calls: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if found or not frame.f_globals.get("__name__", "").startswith(_HOOKS):
-            found.append((frame.f_code, frame.f_lasti))
+        if calls or not frame.f_globals.get("__name__", "").startswith(_HOOKS):
+            calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(calls)
 
 
 def pin(tensor: Tensor) -> Tensor:
-    """Say of a host tensor's memory that it is pinned; returns the tensor."""
+    """Mark a host tensor's memory as pinned; returns the tensor."""
     if len(_PINNED) > _SWEEP_AT:
         for address in [address for address, storage in _PINNED.items() if storage.expired()]:
             del _PINNED[address]
@@ -198,13 +198,13 @@ def pin(tensor: Tensor) -> Tensor:
 
 
 def host_register(address: int, _size: int, _flags: int) -> int:
-    """cudaHostRegister, of a storage from its begin."""
+    """`cudaHostRegister` for the memory of a storage."""
     _PINNED[address] = _Registered()
     return 0
 
 
 def host_unregister(address: int) -> int:
-    """cudaHostUnregister."""
+    """`cudaHostUnregister`."""
     _PINNED.pop(address, None)
     return 0
 
@@ -215,65 +215,65 @@ def _address(tensor: Tensor) -> int:
 
 # Runs without values: shapes come from PyTorch's meta kernels, and memory is reserved but never touched.
 #
-# Tensors of the device read as zero, unless they came from the host, are small and were not changed, as sizes, indices
-# and objects of other ranks. Where a shape depends on values, half of what is possible is taken.
+# Device tensors read as zero, except small ones that came from the host and were not changed, such as sizes, indices
+# and objects of other ranks. A shape that depends on values is assumed to be half of the largest.
 
 _OUTLINES: dict[Any, Any] = {}
 _MAX_OUTLINES = 20_000
 CARRIED_SIZE = 1 << 20
-"""What comes from the host and is no larger comes back as it was."""
+"""Bytes. Tensors from the host that are no larger keep their values."""
 
 
 class Values:
-    """Whether this process computes at all, and if it does not, which memory of the device has values yet."""
+    """Whether this process computes values; and if it does not, which device memory has values all the same."""
 
     def __init__(self) -> None:
         self.real = True
-        self.kept: set[int] = set()  # addresses of storages
+        self.storages: set[int] = set()  # addresses of storages with values
 
-    def known(self, tensor: Tensor) -> bool:
-        """Whether there are values to read."""
+    def readable(self, tensor: Tensor) -> bool:
+        """Whether the tensor has values."""
         if self.real or not tensor.is_cuda:
             return True
-        return bool(self.kept) and tensor.untyped_storage().data_ptr() in self.kept
+        return bool(self.storages) and tensor.untyped_storage().data_ptr() in self.storages
 
     def keep(self, tensor: Tensor) -> None:
-        """It was given values, all of it."""
+        """The whole tensor has got values."""
         if not self.real:
-            self.kept.add(tensor.untyped_storage().data_ptr())
+            self.storages.add(tensor.untyped_storage().data_ptr())
 
     def forget(self, tensor: Tensor) -> None:
-        """It was written to by what computes nothing."""
-        if self.kept:
-            self.kept.discard(tensor.untyped_storage().data_ptr())
+        """The tensor was written to without values."""
+        if self.storages:
+            self.storages.discard(tensor.untyped_storage().data_ptr())
 
     def carried(self, source: Tensor) -> bool:
-        """Whether values go along with a tensor that moves."""
-        return self.real or (source.nbytes <= CARRIED_SIZE and self.known(source))
+        """Whether a copy of the tensor has values."""
+        return self.real or (source.nbytes <= CARRIED_SIZE and self.readable(source))
 
     def worth_keeping(self, source: Tensor, target: Tensor) -> bool:
-        """Whether what is copied shall be there afterwards."""
+        """Whether the target has values after a copy."""
         if self.real or not target.is_cuda:
-            return self.known(source)
-        whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-        return target.nbytes <= CARRIED_SIZE and self.known(source) and (whole or self.known(target))
+            return self.readable(source)
+        fills_storage = target.numel() * target.element_size() == target.untyped_storage().nbytes()
+        return target.nbytes <= CARRIED_SIZE and self.readable(source) and (fills_storage or self.readable(target))
 
 
 VALUES = Values()
 
 
 def outline(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, strides and type, with nothing in it."""
+    """A meta tensor of the same shape, strides and type."""
     return _aten.empty_strided.default(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def reserved(outlined: Tensor) -> Tensor:
-    """Host memory for such a shape, which nobody touches."""
+    """An untouched host tensor of the same shape, strides and type."""
     return _aten.empty_strided.default(outlined.shape, outlined.stride(), dtype=outlined.dtype)
 
 
 def zeroed(host: Tensor) -> Tensor:
-    """The same in zeros. Large memory is taken as pages that read as zero, and have no room until they are written."""
+    """Zeros of the same shape. Large ones are new pages, which take no memory until they are written."""
     size = host.untyped_storage().nbytes()
     if size <= CARRIED_SIZE:
         return host.zero_()
@@ -283,34 +283,34 @@ def zeroed(host: Tensor) -> Tensor:
 
 
 def computed(call: Callable[..., Any], short: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operator returns, with memory that nobody touches. Shapes seen before are not worked out again."""
+    """An operator's results, with untouched memory. Shapes of earlier calls are cached."""
     key = (call, _shape_key(args), _shape_key(kwargs))
-    found = _OUTLINES.get(key, _OUTLINES)
-    if found is _OUTLINES:
+    result = _OUTLINES.get(key, _OUTLINES)
+    if result is _OUTLINES:
         if len(_OUTLINES) > _MAX_OUTLINES:
             _OUTLINES.clear()
         args, kwargs = _outlined(args), {name: _outlined(option) for name, option in kwargs.items()}
         if short in _BY_VALUES:
-            found = _BY_VALUES[short](*args, **kwargs)
+            result = _BY_VALUES[short](*args, **kwargs)
         elif short in _INDEXING:
-            found = call(*map(_without_masks, args), **kwargs)
+            result = call(*map(_without_masks, args), **kwargs)
         else:
-            found = call(*args, **kwargs)
-        if short == "convolution":  # which keeps the layout of its images or filters; meta kernels forget it
-            last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(found.dim(), torch.contiguous_format)
-            if any(it.is_contiguous(memory_format=last) and not it.is_contiguous() for it in args[:2]):
-                found = found.contiguous(memory_format=last)
-        _OUTLINES[key] = found
-    return map_tensors(reserved, found)
+            result = call(*args, **kwargs)
+        if short == "convolution":  # meta kernels forget that it keeps the layout of images or filters
+            form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.dim(), torch.contiguous_format)
+            if any(part.is_contiguous(memory_format=form) and not part.is_contiguous() for part in args[:2]):
+                result = result.contiguous(memory_format=form)
+        _OUTLINES[key] = result
+    return map_tensors(reserved, result)
 
 
-def _outlined(given: Any) -> Any:
-    """A number in a tensor of the host may stand beside outlines of any device."""
-    return map_tensors(lambda tensor: outline(tensor) if tensor.is_cuda or tensor.dim() else tensor, given)
+def _outlined(value: Any) -> Any:
+    """Arguments as outlines, except numbers in host tensors, which fit any device."""
+    return map_tensors(lambda tensor: outline(tensor) if tensor.is_cuda or tensor.dim() else tensor, value)
 
 
 def _shape_key(value: Any) -> Any:
-    """What of the arguments the shapes of results depend on."""
+    """The part of the arguments on which shapes of results depend."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.is_cuda
     if isinstance(value, list | tuple):
@@ -321,14 +321,14 @@ def _shape_key(value: Any) -> Any:
 
 
 def _without_masks(value: Any) -> Any:
-    """Indices with a mask among them: as many places as half of the mask."""
+    """Indices in which each mask is replaced by as many indices as half of its size."""
     if not isinstance(value, list):
         return value
-    found: list[Any] = []
+    indices: list[Any] = []
     for index in value:
         is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-        found += [_outline((_half(index.numel()),)) for _ in range(index.dim())] if is_mask else [index]
-    return found
+        indices += [_outline((_half(index.numel()),)) for _ in range(index.dim())] if is_mask else [index]
+    return indices
 
 
 def _half(count: int) -> int:
