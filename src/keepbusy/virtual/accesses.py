@@ -135,7 +135,7 @@ class Accesses:
 
     def _remember(self, uses: list[Use], new: Use) -> None:
         """Note races of the new use with earlier ones, and drop those that no later use must be compared with."""
-        kept = []
+        remaining = []
         for use in uses:
             if use.command.stream == new.command.stream:
                 superseded = use.writes <= new.writes and new.covers(use)
@@ -148,10 +148,10 @@ class Accesses:
                 if superseded:
                     self._note_race(use, new)
             if not superseded:
-                kept.append(use)
+                remaining.append(use)
         if new.command.stream != HOST:
-            kept.append(new)
-        uses[:] = kept[-_MOST_USES:]
+            remaining.append(new)
+        uses[:] = remaining[-_MOST_USES:]
 
     def _note_race(self, first: Use, second: Use) -> None:
         key = (first.command.place, second.command.place, first.writes, second.writes)

@@ -119,12 +119,12 @@ def _active(used: list[int], waiting: list[int]) -> list[int]:
     return [current, max(used[1], current), used[2], used[3] - waiting[0]]
 
 
-def _out_of_memory(device: int, wanted: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:
+def _out_of_memory(device: int, needed: int, size: int, free: int, tally: Tally, allowed: int | None) -> str:
     """PyTorch's message."""
     limit = "" if allowed is None else f"{_bytes(allowed)} allowed; "
     allocated, reserved = int(tally.used.now[2, 1]), int(tally.segments.now[2, 1])
     return (
-        f"CUDA out of memory. Tried to allocate {_bytes(wanted)}. GPU {device} has a total capacity of {_bytes(size)} "
+        f"CUDA out of memory. Tried to allocate {_bytes(needed)}. GPU {device} has a total capacity of {_bytes(size)} "
         f"of which {_bytes(free)} is free. Including non-PyTorch memory, this process has {_bytes(size - free)} memory "
         f"in use. {limit}Of the allocated memory {_bytes(allocated)} is allocated by PyTorch, and "
         f"{_bytes(reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated memory is "

@@ -210,9 +210,9 @@ class Machine(DeviceTensors):
         self, name: str, inputs: Iterable[Tensor], outputs: Iterable[Tensor], arguments: Mapping[str, Any] | None = None
     ) -> Sequence[tuple[str, int]]:
         """The kernels that a GPU would run for an operator. `arguments`: those that its cost depends on."""
-        inputs_read = tuple((tensor.shape, _name(tensor.dtype), tensor.stride()) for tensor in inputs)
-        made = tuple((tensor.shape, _name(tensor.dtype), tensor.stride()) for tensor in outputs)
-        return self.costs.kernels(name, inputs_read, made, arguments)
+        operands = tuple((tensor.shape, _name(tensor.dtype), tensor.stride()) for tensor in inputs)
+        results = tuple((tensor.shape, _name(tensor.dtype), tensor.stride()) for tensor in outputs)
+        return self.costs.kernels(name, operands, results, arguments)
 
     def launch(self, device: int, name: str, inputs: Any, outputs: Any, arguments: Mapping[str, Any]) -> None:
         """Launch an operator's kernels, after the operator has begun."""

@@ -39,9 +39,9 @@ def _bring_up() -> None:
 def _values() -> None:
     for index in (0, 1, 7):  # each replaced method must answer with the right value, not just answer
         with torch.cuda.device(index):
-            made = torch.arange(6.0, device="cuda").reshape(2, 3)
-            _must(made.device == torch.device("cuda", index), f"made on {made.device}, not on cuda:{index}")
-            _must(type(made) is torch.Tensor and made.sum().item() == 15, "a sum is wrong")
+            tensor = torch.arange(6.0, device="cuda").reshape(2, 3)
+            _must(tensor.device == torch.device("cuda", index), f"made on {tensor.device}, not on cuda:{index}")
+            _must(type(tensor) is torch.Tensor and tensor.sum().item() == 15, "a sum is wrong")
     _must(torch.cuda.current_device() == 0, "the current device did not come back")
     _must(torch._C._get_accelerator().type == "cuda", "the accelerator is not CUDA")
 

@@ -521,7 +521,7 @@ def _capability(value: Any, path: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _refuse_unknown(table: Mapping[str, Any], known: set[str], path: str, prefix: str = "") -> None:
-    for name in [name for name in table if name not in known]:
-        accepted = ", ".join(sorted(known))
+def _refuse_unknown(table: Mapping[str, Any], accepted_keys: set[str], path: str, prefix: str = "") -> None:
+    for name in [name for name in table if name not in accepted_keys]:
+        accepted = ", ".join(sorted(accepted_keys))
         raise BadInput(f"{path} sets {prefix}{name}, which keepbusy does not know; it knows {accepted}.")

@@ -246,8 +246,8 @@ class LinkFigures:
         return list(dict.fromkeys(place.host for place in self.places))
 
     def curve(self, name: str, hosts: int) -> CollectiveTimes | None:
-        wanted = (name, min(hosts, 2))
-        return next((curve for curve in self.collectives if (curve.name, min(curve.hosts, 2)) == wanted), None)
+        key = (name, min(hosts, 2))
+        return next((curve for curve in self.collectives if (curve.name, min(curve.hosts, 2)) == key), None)
 
 
 # The process that starts the ranks
@@ -461,7 +461,7 @@ class _Rank:
 
     def _received(self, size: int) -> dict[str, tuple[float, float]]:
         """The times of large and small messages to this rank, by pair; a message ends when its last byte arrives."""
-        large, small = (torch.zeros(many, dtype=torch.uint8, device=self.device) for many in (size, SMALL_MESSAGE))
+        large, small = (torch.zeros(length, dtype=torch.uint8, device=self.device) for length in (size, SMALL_MESSAGE))
         times_by_pair: dict[str, tuple[float, float]] = {}
         for meeting in _meetings(self.world):
             self._meet("messages between two ranks")

@@ -125,9 +125,9 @@ class Stream:
     device_index: int
     priority: int
 
-    def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Self:
-        index = given.get("device_index", CURRENT.index(device))
-        lane = given.get("stream_id")
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Self:
+        index = ids.get("device_index", CURRENT.index(device))
+        lane = ids.get("stream_id")
         if lane is None:
             lane = MACHINE.clock.new_stream(index)
             MACHINE.clock.order.stream_origins[lane] = MACHINE.origin_here()

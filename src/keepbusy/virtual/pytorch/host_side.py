@@ -242,8 +242,8 @@ def _compile(_native: Callable[..., Any], model: Any = None, *_args: Any, **_opt
     return (lambda function: function) if model is None else model
 
 
-def _compile_module(*given: Any, **options: Any) -> None:
-    _compile(*given, **options)
+def _compile_module(*args: Any, **options: Any) -> None:
+    _compile(*args, **options)
 
 
 # A loader's worker processes.

@@ -195,21 +195,21 @@ class Kernel:
             if not self.is_plain or MACHINE.recording is not None or not VALUES.real:
                 return self._run(place, args, kwargs)
             key, device, host_args = self._read(args, kwargs)
-            known = MACHINE.costs.by_call.get(key)
-            if known is None:
+            cached = MACHINE.costs.by_call.get(key)
+            if cached is None:
                 return self._run(place, args, kwargs, key)
             try:
-                out = self.compute(device, host_args, kwargs) if self.is_random else known.call(*host_args, **kwargs)
+                out = self.compute(device, host_args, kwargs) if self.is_random else cached.call(*host_args, **kwargs)
             except RuntimeError:  # `_run` may handle it, or raises it again
                 return self._run(place, args, kwargs, key)
             stream = MACHINE.stream(device, host)
             if self.is_list_operator:
                 MACHINE.clock.spend(MACHINE.device.host.lists(args))
-            MACHINE.clock.operator(self.name, place, stream, known.kernels)
+            MACHINE.clock.operator(self.name, place, stream, cached.kernels)
             command = self._use(args, kwargs, stream, place)
-            if known.returned >= 0:
-                return args[known.returned]
-            if known.returned == _ONE_NEW:
+            if cached.returned >= 0:
+                return args[cached.returned]
+            if cached.returned == _ONE_NEW:
                 result = MACHINE.place_on(out, device, stream)
                 MACHINE.use_tensor(result, True, command)
                 return result
@@ -374,8 +374,8 @@ class Kernel:
                 return _in_float(call, self.written_by(args, kwargs), args, kwargs)
             if self.short in _OF_MORE_TYPES:
                 out = kwargs.pop("out", None)
-                made = _OF_MORE_TYPES[self.short](*args, **kwargs)
-                return made if out is None else out.copy_(made)
+                result = _OF_MORE_TYPES[self.short](*args, **kwargs)
+                return result if out is None else out.copy_(result)
             MACHINE.raise_for_memory(error, CURRENT.device)
             raise
 
@@ -432,8 +432,8 @@ class Kernel:
             return {"lists": sum(isinstance(argument, list | tuple) and len(argument) > 0 for argument in args)}
         if not self.law_arguments:
             return {}
-        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        return {name: given[name] for name in self.law_arguments if name in given}
+        arguments = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        return {name: arguments[name] for name in self.law_arguments if name in arguments}
 
     def written_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors that a call writes into, also those that the schema does not name."""

@@ -61,10 +61,10 @@ def register() -> None:
     _LIBRARIES.extend([aten, everything])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on a CUDA build each kernel replaces another one
-        whole = _whole_operators()
-        for name, kernel in (_dense_kernels() | whole).items():  # PyTorch 2.11 accepts one kernel a name
+        whole_operators = _whole_operators()
+        for name, kernel in (_dense_kernels() | whole_operators).items():  # PyTorch 2.11 accepts one kernel a name
             aten.impl(name, kernel, "CUDA")
-        for name, kernel in whole.items():
+        for name, kernel in whole_operators.items():
             aten.impl(name, kernel, "AutogradCUDA")
         on_demand = cache(_kernel)  # for operators that other packages register
         everything.fallback(lambda overload, *args, **kwargs: on_demand(overload)(*args, **kwargs), "CUDA")
@@ -450,8 +450,8 @@ class _WholeCall:
         self.args = _placed(args, device_leaves)
         self.kwargs = {name: _placed(option, device_leaves) for name, option in kwargs.items()}
         self.parts: list[Tensor] = []
-        given = dict(zip(kernel.arguments, self.args, strict=False)) | self.kwargs
-        self.draws = any(given.get(name) for name in ("dropout_p", "dropout"))
+        arguments = dict(zip(kernel.arguments, self.args, strict=False)) | self.kwargs
+        self.draws = any(arguments.get(name) for name in ("dropout_p", "dropout"))
 
     def forward(self) -> list[Tensor]:
         compute = self.kernel.on_host or self.kernel.native

@@ -284,9 +284,9 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Handle:
         def scatter(out: Any, parts: Any) -> None:
-            whole = torch.stack([part.contiguous() for part in parts[0]])
-            self._reduced([whole], opts)
-            out[0].copy_(whole[self.index].view(out[0].shape))
+            stacked = torch.stack([part.contiguous() for part in parts[0]])
+            self._reduced([stacked], opts)
+            out[0].copy_(stacked[self.index].view(out[0].shape))
 
         return self._run("reduce_scatter", outputs, [outputs, inputs], scatter)
 

@@ -70,12 +70,12 @@ class Recording:
             tensor = tensor.contiguous()
         last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         storage = self.arena.take((last + 1) * tensor.element_size() if tensor.numel() else 0)
-        kept = over_storage(storage, 0, tensor)
-        kept.copy_(tensor)
-        self._results.append((result, kept))
-        self._kept.append(kept)
+        copy = over_storage(storage, 0, tensor)
+        copy.copy_(tensor)
+        self._results.append((result, copy))
+        self._kept.append(copy)
         self._addresses.add(storage.data_ptr())
-        return kept
+        return copy
 
     def about_to_write(self, *tensors: Tensor) -> None:
         """Remember the values of tensors, except those that the capture has made."""
@@ -86,10 +86,10 @@ class Recording:
 
     def repeat(self, compute: Callable[[], Any], out: Any) -> None:
         """An operator has computed `out`. At each replay it is computed again, into the copies of its results."""
-        kept = defaultdict[int, deque[Tensor]](deque)  # an operator may give the same result twice
+        copies = defaultdict[int, deque[Tensor]](deque)  # an operator may give the same result twice
         for tensor, place in self._results:
-            kept[id(tensor)].append(place)
-        targets = [kept[id(result)].popleft() if kept[id(result)] else None for result in tensors_in(out)]
+            copies[id(tensor)].append(place)
+        targets = [copies[id(result)].popleft() if copies[id(result)] else None for result in tensors_in(out)]
         self._results.clear()
 
         def recompute() -> None:
@@ -129,8 +129,8 @@ class Recording:
         with torch.inference_mode(False), torch.no_grad():
             for target, before in reversed(self._before.values()):
                 target.copy_(before)
-            for kept in self._kept:
-                kept.fill_(float("nan")) if kept.is_floating_point() or kept.is_complex() else kept.zero_()
+            for result in self._kept:
+                result.fill_(float("nan")) if result.is_floating_point() or result.is_complex() else result.zero_()
         for generator, state in self._states.values():
             put_state(generator, state)
         for cache in (self._before, self._kept, self._addresses, self._results):
@@ -169,5 +169,5 @@ class Recording:
 def over_storage(storage: Any, offset: int, like: Tensor) -> Tensor:
     """A host tensor over a storage. It is no inference tensor, which could not be written to outside of that mode."""
     with torch.inference_mode(False):
-        made = _aten.empty.memory_format([0], dtype=like.dtype)
-        return _aten.set_.source_Storage_storage_offset(made, storage, offset, like.shape, like.stride())
+        tensor = _aten.empty.memory_format([0], dtype=like.dtype)
+        return _aten.set_.source_Storage_storage_offset(tensor, storage, offset, like.shape, like.stride())

@@ -32,14 +32,14 @@ class TensorType(type):
         namespace = {"__module__": "torch.cuda", "dtype": on_host.dtype, "on_host": on_host}
         return cls(f"torch.cuda.{on_host.__name__}", (), namespace)
 
-    def __call__(cls, *given: Any, **options: Any) -> Any:
-        if _are_sizes(given):
-            return torch.empty(*given or (0,), dtype=cls.dtype, device="cuda")
-        if not isinstance(given[0], Tensor):
-            return cls.on_host(*given, **options).cuda()
-        if not isinstance(given[0], cls):
-            raise TypeError(f"expected torch.cuda.{cls.__name__} (got {given[0].type()})")
-        return torch.ops.aten.alias.default(given[0])
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if _are_sizes(args):
+            return torch.empty(*args or (0,), dtype=cls.dtype, device="cuda")
+        if not isinstance(args[0], Tensor):
+            return cls.on_host(*args, **options).cuda()
+        if not isinstance(args[0], cls):
+            raise TypeError(f"expected torch.cuda.{cls.__name__} (got {args[0].type()})")
+        return torch.ops.aten.alias.default(args[0])
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, Tensor) and instance.is_cuda and instance.dtype is cls.dtype
@@ -48,8 +48,8 @@ class TensorType(type):
         return f"<class 'torch.cuda.{cls.__name__}'>"
 
 
-def _are_sizes(given: tuple[Any, ...]) -> bool:
-    return all(isinstance(value, int | torch.Size) for value in given)
+def _are_sizes(args: tuple[Any, ...]) -> bool:
+    return all(isinstance(value, int | torch.Size) for value in args)
 
 
 class Default:
@@ -93,8 +93,8 @@ def _make(name: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return native(*args, **{**kwargs, "device": torch.device("cuda")})
 
 
-def _new(native: Callable[..., Any], cls: type[Tensor], *given: Any, **options: Any) -> Any:
+def _new(native: Callable[..., Any], cls: type[Tensor], *args: Any, **options: Any) -> Any:
     """`torch.Tensor(...)`: of sizes, of values, or another tensor."""
-    if not Default.is_device or cls is not Tensor or options or (given and isinstance(given[0], Tensor)):
-        return native(cls, *given, **options)
-    return torch.empty(*given or (0,)) if _are_sizes(given) else native(cls, *given).cuda()
+    if not Default.is_device or cls is not Tensor or options or (args and isinstance(args[0], Tensor)):
+        return native(cls, *args, **options)
+    return torch.empty(*args or (0,)) if _are_sizes(args) else native(cls, *args).cuda()
