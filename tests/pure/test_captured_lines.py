@@ -858,6 +858,33 @@ def test_a_schedule_of_the_file_says_nothing_of_the_steps_of_optimizers() -> Non
     assert "    optimizer.step()" in new.partition("@keepbusy.graph")[2].partition("def train(")[0]
 
 
+def test_a_method_called_as_one_of_pytorch_is_told_by_what_holds_its_object() -> None:
+    new = captured("""\
+        import torch
+
+        class EMA:
+            def update(self, model):
+                self.updates += 1
+                torch._foreach_lerp_(self.weights, [*model.parameters()], min(0.1, 1 / self.updates))
+
+        class Trainer:
+            def __init__(self, model):
+                self.model, self.scaler = model, torch.amp.GradScaler()
+                self.ema = EMA(model)
+
+            def train(self, loader, optimizer):
+                for x, y in loader:  # loop
+                    loss = self.model(x, y)  # launches
+                    self.scaler.scale(loss).backward()  # launches
+                    self.scaler.step(optimizer)  # launches
+                    self.scaler.update()  # launches
+                    self.ema.update(self.model)  # launches
+    """)
+    lifted = (new or "").partition("@keepbusy.graph")[2].partition("class Trainer")[0]
+    assert "scaler.update()" in lifted
+    assert "ema.update" not in lifted
+
+
 def test_a_method_named_train_is_no_mode() -> None:
     source = """\
         import keepbusy

@@ -211,6 +211,31 @@ def test_what_the_step_makes_and_asks_gradients_of_is_no_state() -> None:
     assert torch.allclose(*found, rtol=1e-4)
 
 
+def test_weights_that_a_step_returns_are_the_weights_themselves() -> None:
+    """As of a gradient descent that is written by hand."""
+    found = []
+    for wrap in (graph, lambda step: step):
+        weights = torch.arange(8.0, device="cuda").requires_grad_()
+        every_other = torch.arange(8, device="cuda")[::2]  # not in one piece of memory
+
+        def update(weights, every_other, rate):
+            with torch.no_grad():
+                norm = weights.grad[every_other].norm()
+                weights -= rate * weights.grad / norm
+                weights.grad.zero_()
+            return norm, weights, every_other + 0
+
+        step, norms = wrap(update), []
+        for x, _ in batches(12):
+            (weights * x[0]).sum().backward()
+            norm, returned, _ = step(weights, every_other, torch.tensor(0.1, device="cuda"))
+            assert returned is weights
+            norms.append(norm.item())
+        assert wrap is not graph or step.replays > 5
+        found.append([norms, weights.tolist()])
+    assert found[0] == found[1]
+
+
 class Agent:
     """Its own method is called like one of the optimizer's, and fills a memory."""
 
@@ -298,6 +323,22 @@ def test_other_objects_in_each_call_are_named() -> None:
     train = graph(lambda batch: batch.x.sum())
     calls = [(Batch(torch.ones(3, device="cuda")),) for _ in range(12)]
     assert "it is given other objects again and again" in refusal(train, calls)
+
+
+def test_objects_that_give_way_before_their_graphs_pay_get_none_any_more() -> None:
+    """As a sampler does that makes a function for each batch."""
+
+    @graph
+    def denoise(x, noise_of):
+        return x - 0.1 * noise_of(x)
+
+    told = []
+    for batch in range(6):
+        scale = torch.full((3,), batch / 10, device="cuda")
+        calls = [(torch.ones(3, device="cuda"), lambda x, scale=scale: x * scale) for _ in range(1)] * 8
+        told.append(refusal(denoise, calls) if batch == 3 else [denoise(*call) for call in calls])
+    assert "it is given other objects again and again" in told[3]
+    assert denoise.report().startswith("denoise: 3 replayed, 12 compared, 3 captured, 30 eager")
 
 
 def test_distributed_modules_run_eagerly(tmp_path) -> None:

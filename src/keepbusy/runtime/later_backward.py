@@ -28,7 +28,9 @@ class LaterBackward:
 
     def __init__(self, results: list[Any], inputs: list[Tensor], weights: Iterable[Tensor]) -> None:
         """`inputs`: the memory that the graph of the call reads its arguments from."""
-        self.places = [place for place, one in enumerate(results) if isinstance(one, Tensor) and one.requires_grad]
+        self.places = [
+            place for place, one in enumerate(results) if isinstance(one, Tensor) and one.grad_fn is not None
+        ]
         """Of the results that have a gradient."""
         self._outputs: list[Tensor] = [results[place] for place in self.places]
         self.inputs = [place for place, one in enumerate(inputs) if one.requires_grad]

@@ -213,6 +213,14 @@ class _File:
         methods = [node for node in functions if counts[node.name] == 1 and id(node) not in top]
         self.counting = {node.name for node in methods if any(map(_counts, ast.walk(node)))} - _OF_PYTORCH
         """Names of methods that do on the host what no replay does."""
+        self._counting_objects = {
+            (holder, method)
+            for kind in nodes
+            if isinstance(kind, ast.ClassDef)
+            for method in _counting_methods(kind) & _OF_PYTORCH
+            for holder in _held_by(nodes, kind.name)
+        }
+        """The same of methods that PyTorch's classes have, too, with the name of what holds their object."""
         stored = [
             node for node in nodes if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store)
         ]
@@ -223,6 +231,16 @@ class _File:
         imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         self.imported = {name for node in imports for name in imported_names(node)}
         self.cycles_momentum = any(isinstance(node, ast.Call) and _cycles_momentum(node) for node in nodes)
+
+    def counts(self, statement: Statement) -> bool:
+        """Whether it calls what does on the host what no replay does."""
+        if not self.counting.isdisjoint(statement.called):
+            return True
+        return any(
+            (_last_name(part.func.value), part.func.attr) in self._counting_objects
+            for part in statement.parts
+            if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
+        )
 
     def may_call_model(self, name: str, within: frozenset[str] = frozenset()) -> bool:
         """Whether one of the functions calls anything that may be a model. `within`: those that are looked at."""
@@ -333,7 +351,7 @@ class _Function:
         """Whether a graph of it, wherever it stands, would not do what it does."""
         return (
             statement.has(self._growing)
-            or any(name in self.file.counting for name in statement.called)
+            or self.file.counts(statement)
             or (self.file.cycles_momentum and statement.called == {"step"})
             or self._counts_in(statement)
         )
@@ -739,6 +757,26 @@ def _growing_in(loop: ast.For | ast.While) -> Iterator[int]:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="cat" | "concat"))):
                 if name in carried and name in Uses([part.value]).loads:
                     yield part.lineno
+
+
+def _counting_methods(kind: ast.ClassDef) -> set[str]:
+    methods = [node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+    return {method.name for method in methods if any(map(_counts, ast.walk(method)))}
+
+
+def _held_by(nodes: Sequence[ast.AST], kind: str) -> set[str]:
+    """The last names of what objects of this class are assigned to: `ema` of `self.ema = EMA(model)`."""
+    made = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    of_kind = [node for node in made if isinstance(node.value, ast.Call) and base_name(node.value.func) == kind]
+    return {_last_name(target) for node in of_kind for target in node.targets}
+
+
+def _last_name(node: ast.AST) -> str:
+    """`ema` of `self.ema`, which stands as one name where the function stores it."""
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name.rpartition(".")[2]
+    return ""
 
 
 def _counts(part: ast.AST) -> bool:

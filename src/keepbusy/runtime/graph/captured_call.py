@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from keepbusy.runtime.graph.host_state import BoundAnew, rollback_to_now
 from keepbusy.runtime.graph.names_read import PLAIN
-from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, leave, weights_behind
+from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, is_weight, leave, weights_behind
 from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.graph.user_lines import code_of, line_of
 from keepbusy.runtime.host_constants import CapturedConstants
@@ -171,12 +171,15 @@ def _label(leaf: Any) -> str:
 
 
 class Outputs:
-    """What the captured step returned. Its tensors are overwritten by the next replay, so callers get copies."""
+    """What the captured step returned. Its tensors are overwritten by the next replay, so callers get copies; weights
+    that it returns they get themselves."""
 
-    def __init__(self, returned: Any) -> None:
+    def __init__(self, returned: Any, weights: list[Tensor]) -> None:
         leaves, self._spec = flatten_result(returned)
-        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) and not is_weight(leaf) else leaf for leaf in leaves]
         for leaf in leaves:
+            if is_weight(leaf) and not any(leaf is weight for weight in weights):
+                raise Uncapturable("it returns a tensor that it makes itself and that gathers gradients")
             if not (type(leaf) in PLAIN or (isinstance(leaf, Tensor) and leaf.is_cuda)):
                 what = "a tensor of the host" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise Uncapturable(
@@ -186,15 +189,19 @@ class Outputs:
 
     def copies(self) -> Any:
         """As they are after the replay that is under way."""
-        if self._spec.is_leaf() and isinstance(self._leaves[0], Tensor):  # a loss, mostly
-            return self._leaves[0].clone()
+        if self._spec.is_leaf():  # a loss, mostly
+            return _copied(self._leaves[0])
         return self.built(self.copied_leaves())
 
     def copied_leaves(self) -> list[Any]:
-        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        return [*map(_copied, self._leaves)]
 
     def built(self, leaves: list[Any]) -> Any:
         return tree_unflatten(leaves, self._spec)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
 
 
 class EagerStream:
@@ -407,7 +414,7 @@ def capture_call(
     try:
         with participants.watching(is_captured=True) as gradients:
             graph, returned = capture(run, eager.stream, code_of(eager.step))
-        outputs, leaves = Outputs(returned), flatten_result(returned)[0]
+        outputs, leaves = Outputs(returned, participants.gathering()), flatten_result(returned)[0]
         if gradients.may_go_back(leaves):
             if any(
                 one.requires_grad != tensor.requires_grad

@@ -52,7 +52,14 @@ from keepbusy.runtime.graph.learning_rates import LearningRates, warm_up
 from keepbusy.runtime.graph.module_state import ModuleState, read_by_class
 from keepbusy.runtime.graph.named_values import NamedValues
 from keepbusy.runtime.graph.names_read import PLAIN, StepNames, constant, is_a
-from keepbusy.runtime.graph.participants import Gradients, HeldGradient, HeldSchedules, Participants, may_be_held
+from keepbusy.runtime.graph.participants import (
+    Gradients,
+    HeldGradient,
+    HeldSchedules,
+    Participants,
+    is_weight,
+    may_be_held,
+)
 from keepbusy.runtime.graph.reachable import exchange_memory, is_alone
 from keepbusy.runtime.graph.replay_check import (
     COMPARED_FIRST,
@@ -71,6 +78,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
+MOST_IN_VAIN = 3
+"""So many sets of objects may get graphs and give way to others before these pay, as a closure for each batch does."""
 UNSTEADY_CALLS = 4
 """So many calls of a kind may change something on the host that none before them changed."""
 BOUND_TO_OTHERS = "what it binds anew has another shape now"
@@ -315,6 +324,7 @@ class Rehearsal:
         else:
             self._names = StepNames(step, self.participants.modules)
         self.host = HostState(self.participants, self._names)
+        self.participants.add_weights(value for _, value in self.host.reached())
         self.written = WrittenTensors(self.participants, self.host)
         schedulers, words = self.participants.schedulers, self._names.words
         self.holds = bool(schedulers) and self.participants.schedules_step_last and may_be_held(schedulers, words)
@@ -384,7 +394,8 @@ def as_replayed(returned: Any, gradients: Gradients) -> Any:
 
 def detached(returned: Any) -> Any:
     leaves, spec = flatten_result(returned)
-    return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    made = [leaf.detach() if isinstance(leaf, Tensor) and not is_weight(leaf) else leaf for leaf in leaves]
+    return tree_unflatten(made, spec)
 
 
 class StepGraphs:
@@ -543,6 +554,9 @@ class StepGraphs:
         self._schedules = HeldSchedules()
         with self._schedules.holding():
             return run()
+
+    def replays(self) -> int:
+        return sum(captured.replays for captured in self._captured.values())
 
     def release(self) -> None:
         """Optimizers as the user made them, and memory as it was."""
@@ -771,7 +785,8 @@ class Graphed(Generic[P, R]):
         key = identity(bound)
         graphed = self._bound.get(key)
         if graphed is None:
-            if len(self._bound) >= GRAPHS_PER_STEP:
+            in_vain = sum(graphed.was_captured_in_vain() for graphed in self._bound.values())
+            if len(self._bound) >= GRAPHS_PER_STEP or in_vain >= MOST_IN_VAIN:
                 for graphed in self._bound.values():
                     graphed.release()
                 self._bound.clear()
@@ -784,6 +799,10 @@ class Graphed(Generic[P, R]):
             graphed._tally, graphed.divide = self._tally, self.divide
         self._recent_bound = bound, graphed
         return graphed(*inputs, **rest)
+
+    def was_captured_in_vain(self) -> bool:
+        """Whether there were no more calls than are compared to begin with, or time replays."""
+        return self._call == self._replay and self._graphs.replays() < ReplayWorth.REPLAYS
 
     def _eager(self, *arguments: Any, **options: Any) -> Any:
         self._tally["eager"] += 1

@@ -86,7 +86,7 @@ class StepNames:
             if label in held and not (is_a(owner, torch.nn.Module) and type(held[label]) in PLAIN)
         ]
         for name, value in bound.items():
-            if is_a(value, torch.nn.Module, Optimizer, dict, list, tuple, *_CODE):
+            if is_a(value, torch.Tensor, torch.nn.Module, Optimizer, dict, list, tuple, *_CODE):
                 values.append(self._note(name, id(value), functools.partial(lambda bound: bound, value)))
                 continue
             of_value = names_of(function.__code__, name)  # they may hold anything beside

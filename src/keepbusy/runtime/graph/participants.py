@@ -88,6 +88,10 @@ class Participants:
             if not is_captured:
                 self._leaves |= {id(leaf): leaf for leaf in gradients.keep_those_alive()}
 
+    def add_weights(self, values: Iterable[Any]) -> None:
+        """Those among these values, which the step finds by names."""
+        self._leaves |= {id(value): value for value in values if is_weight(value) and has_memory(value)}
+
     def _note_scaler(self, scaler: torch.amp.GradScaler, optimizer: Optimizer | None) -> None:
         if scaler.is_enabled():  # else it has no state
             self.scalers.setdefault(scaler)
@@ -136,7 +140,6 @@ class Gradients:
         self._found: list[tuple[weakref.ref[Tensor], Tensor | None, int]] = []
         self._applied: set[int] = set()
         self._stepped: set[int] = set()
-        self._went_back = False
 
     def note_step(self, optimizer: Optimizer) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -152,12 +155,8 @@ class Gradients:
     def may_go_back(self, returned: Iterable[Any]) -> bool:
         """Whether a backward pass from one of these values may follow: none has freed a part of its graph yet."""
         for one in returned:
-            if not isinstance(one, Tensor) or not one.requires_grad:
-                continue
-            if one.grad_fn is None:
-                if not self._went_back:
-                    return True
-            elif not any(_FREED in node.metadata for node in _nodes_behind([one.grad_fn])):
+            nodes = _nodes_behind([one.grad_fn]) if isinstance(one, Tensor) and one.grad_fn is not None else None
+            if nodes is not None and not any(_FREED in node.metadata for node in nodes):
                 return True
         return False
 
@@ -174,7 +173,6 @@ class Gradients:
                 self._note([node.variable])
             elif not keeps_graph:
                 node.metadata[_FREED] = True  # a list of them here would keep the tensors of the step alive
-        self._went_back |= not keeps_graph
 
     def keep_those_alive(self) -> list[Tensor]:
         """At the end of the step: what was found, and lives on."""
@@ -202,6 +200,11 @@ class Gradients:
             if id(leaf) not in self._known and leaf.requires_grad and leaf.is_leaf and has_memory(leaf):
                 self._known.add(id(leaf))
                 self._found.append((weakref.ref(leaf), leaf.grad, _version(leaf.grad)))
+
+
+def is_weight(result: Any) -> bool:
+    """Whether it gathers gradients itself."""
+    return isinstance(result, Tensor) and result.is_leaf and result.requires_grad
 
 
 def weights_behind(results: Iterable[Any]) -> list[Tensor]:

@@ -322,7 +322,7 @@ def _all_same(pairs: list[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _bits_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _same_bits(one: Any, other: Any) -> Any:
