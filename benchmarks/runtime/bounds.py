@@ -226,7 +226,7 @@ def measure_readback(found: dict[str, Any]) -> None:
         "event.query()": event.query,
         "a new Event": torch.cuda.Event,
         "is capturing": torch.cuda.is_current_stream_capturing,
-        "current stream, ours": lambda: readback._current_stream(loss.device),
+        "current stream, ours": lambda: readback.current_stream(loss.device),
         "slot.on_host.tolist()": slot.on_host.tolist,
         "nothing at all": lambda: None,
     }

@@ -291,7 +291,7 @@ def test_code_at_the_address_of_code_that_is_gone_has_its_own_name(logged) -> No
 def test_offsets_of_another_python_leave_rows_without_stacks(logged) -> None:
     log = logged(
         """
-        hostlog._OFFSETS[sys.version_info[:2]]["name"] = hostlog._OFFSETS[sys.version_info[:2]]["filename"]
+        hostlog.FRAME_OFFSETS["name"] = hostlog.FRAME_OFFSETS["filename"]
         assert not hostlog.start(folder)
         load().client_launch(64, 1, 0)
         """,

@@ -21,25 +21,29 @@ MODULES = {str(path.relative_to(SOURCES)): path for path in FILES}
 ROOMS = {
     "timeline": (set(), {"numpy"}),
     "traces": ({"timeline"}, {"numpy", "msgspec", "isal"}),
-    "program": ({"timeline"}, {"numpy", "torch"}),
-    "log": ({"timeline", "program", "traces.kineto_names"}, {"numpy", "torch"}),
-    "virtual": ({"timeline", "program"}, {"numpy", "torch"}),
+    "torch_names": (set(), {"torch"}),
+    "program": ({"timeline", "torch_names"}, {"numpy", "torch"}),
+    "log": ({"timeline", "program", "traces.kineto_names", "torch_names"}, {"numpy", "torch"}),
+    "virtual": ({"timeline", "program", "torch_names"}, {"numpy", "torch"}),
     "causes": ({"timeline"}, {"numpy"}),
     "fixes": ({"timeline", "causes"}, {"numpy", "libcst"}),
     "explain": ({"timeline", "causes", "fixes"}, {"numpy"}),
-    "hang": ({"timeline.files", "timeline.figures", "timeline.frame_roles", "report.words"}, set()),
+    "hang": (
+        {"timeline.files", "timeline.figures", "timeline.frame_roles", "report.words", "torch_names.cpython"},
+        set(),
+    ),
     "report": (
         {"timeline", "causes", "fixes.BY_NAME", "fixes.source.rewriting", "explain.diagnosis", "explain.comparison"},
         {"numpy", "rich"},
     ),
     "fix": (
         {
-            *("program", "runtime", "timeline", "causes", "fixes", "explain"),
+            *("program", "runtime", "timeline", "causes", "fixes", "explain", "torch_names"),
             *("report.source", "report.exports", "report.race_words"),
         },
         {"torch", "numpy"},
     ),
-    "runtime": ({"timeline.files"}, {"torch"}),
+    "runtime": ({"timeline.files", "torch_names"}, {"torch"}),
     "integrations": (
         {
             *(
@@ -69,7 +73,7 @@ ROOMS = {
                 "fix",
                 "hang",
             ),
-            *("runtime", "integrations.ray", "cli"),
+            *("runtime", "integrations.ray", "torch_names", "cli"),
         },
         {"rich", "torch"},
     ),
@@ -181,19 +185,20 @@ def test_there_is_no_import_cycle() -> None:
 MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
-    "hang": 683,
+    "hang": 684,
     "timeline": 3299,
     "traces": 2363,
     "program": 3373,
-    "log": 3254,
-    "virtual": 10098,
+    "torch_names": 667,
+    "log": 3244,
+    "virtual": 10067,
     "causes": 1618,
     "fixes": 5324,
     "explain": 2526,
     "report": 3301,
-    "runtime": 8031,
-    "cli": 3893,
-    "fix": 1547,
+    "runtime": 8000,
+    "cli": 3895,
+    "fix": 1550,
 }
 """What a room may weigh. A number goes down with its room; it goes up only with a capability that is worth it."""
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 from keepbusy import __version__
 from keepbusy.timeline.figures import NANOSECONDS, listing
 from keepbusy.timeline.files import BadInput, write_whole
+from keepbusy.torch_names.cpython import flags_by_name
 
 if TYPE_CHECKING:
     from keepbusy.explain.comparison import Comparison
@@ -345,7 +346,7 @@ def hint_at_own_options(options: argparse.Namespace, add_arguments: Callable[[ar
     with suppress(OSError):
         text = "" if options.module else Path(script).read_text(encoding="utf-8", errors="replace")
     flags = dict.fromkeys(word.partition("=")[0] for word in arguments if word.startswith("--"))
-    misplaced = [flag for flag in flags if flag in parser._option_string_actions and flag not in text]
+    misplaced = [flag for flag in flags if flag in flags_by_name(parser) and flag not in text]
     if misplaced:
         are, they = ("is", "it") if len(misplaced) == 1 else ("are", "them")
         complain(

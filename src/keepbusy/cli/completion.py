@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from keepbusy.cli import VERBS, fixable
+from keepbusy.torch_names.cpython import read_flags
 
 EXAMPLES = """\
 examples:
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> Iterator[str]:
 def _flags(verb: str) -> Iterator[Flag]:
     parser = argparse.ArgumentParser()
     import_module(f"keepbusy.cli.{verb}").add_arguments(parser)
-    for action in parser._actions:
+    for action in read_flags(parser):
         if action.option_strings and action.help != argparse.SUPPRESS:
             values = None if action.nargs == 0 else list(action.choices or _values(action.metavar))
             yield Flag(action.option_strings, values, action.help or "")

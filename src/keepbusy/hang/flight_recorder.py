@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from keepbusy.timeline.files import BadInput, opened
 from keepbusy.timeline.frame_roles import Owner, owner_of_file
+from keepbusy.torch_names.cpython import PythonUnpickler
 
 # What ranks recorded of their collectives before the job hung: which they began, from which line, which ended
 
@@ -245,7 +246,7 @@ class _Instructions(dict[int, Any]):
     """The instructions that build plain values, until there have been too many."""
 
     def __init__(self) -> None:
-        super().__init__((code, pickle._Unpickler.dispatch[code]) for code in _BUILDS_PLAIN_VALUES)
+        super().__init__((code, PythonUnpickler.dispatch[code]) for code in _BUILDS_PLAIN_VALUES)
         self._remaining = _MOST_INSTRUCTIONS
 
     def __getitem__(self, code: int) -> Any:
@@ -255,7 +256,7 @@ class _Instructions(dict[int, Any]):
         return super().__getitem__(code)
 
 
-class _PlainUnpickler(pickle._Unpickler):  # Python's own in Python, since the one in C has fixed instructions
+class _PlainUnpickler(PythonUnpickler):  # Python's own in Python, since the one in C has fixed instructions
     @property
     def dispatch(self) -> Mapping[int, Any]:  # type: ignore[override]  # read once per pickle
         return _Instructions()

@@ -13,6 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from keepbusy.torch_names.cpython import FRAME_OFFSETS, line_of_code, thread_state
+
 SOURCE = Path(__file__).with_name("hostlog.c")
 LIBRARY = SOURCE.with_name("libhostlog.so")
 _COMPILED_WITH = ("-O2", "-std=gnu11", "-shared", "-fPIC")
@@ -157,13 +159,12 @@ def _library() -> ctypes.PyDLL | None:
 
 def _layout(library: ctypes.PyDLL) -> PythonLayout | None:
     """None if what the library reads with it differs from what Python says of this stack. Rows have no stacks then."""
-    offsets = _OFFSETS.get(sys.version_info[:2])
-    if offsets is None or sys.implementation.name != "cpython" or sys.abiflags:  # debug and free-threaded builds differ
+    if FRAME_OFFSETS is None:
         return None
     layout = PythonLayout(
-        ctypes.cast(ctypes.pythonapi.PyGILState_GetThisThreadState, ctypes.c_void_p),
-        ctypes.cast(ctypes.pythonapi.PyCode_Addr2Line, ctypes.c_void_p),
-        **offsets,
+        ctypes.cast(thread_state, ctypes.c_void_p),
+        ctypes.cast(line_of_code, ctypes.c_void_p),
+        **FRAME_OFFSETS,
     )
     text = ctypes.create_string_buffer(1 << 20)
     if not library.hostlog_stack(ctypes.byref(layout), text, len(text)):
@@ -176,19 +177,3 @@ def _layout(library: ctypes.PyDLL) -> PythonLayout | None:
         caller = caller.f_back
     right = own[::2] == [frame.f_code.co_filename, frame.f_code.co_qualname] and callers == expected[: len(callers)]
     return layout if right else None
-
-
-_ALL = {"filename": 112, "name": 128, "length": 16, "state": 32, "kind_bit": 2}
-_SINCE_3_12 = (
-    _ALL
-    | {"previous": 8, "code": 0, "instruction": 56, "owner": 70, "first_owner_in_c": 3}
-    | {"ascii": 40, "compact": 56}
-)
-_OFFSETS: dict[tuple[int, int], dict[str, int]] = {
-    (3, 11): _ALL
-    | {"frame_holder": 56, "current_frame": 8, "previous": 48, "code": 32, "instruction": 56, "owner": 69}
-    | {"first_owner_in_c": 255, "first_instruction": 184, "ascii": 48, "compact": 72},
-    (3, 12): _SINCE_3_12 | {"frame_holder": 56, "current_frame": 0, "first_instruction": 192},
-    (3, 13): _SINCE_3_12 | {"frame_holder": 0, "current_frame": 72, "first_instruction": 200},
-}
-"""Offsets of fields in CPython's structures, which no release of a minor version moves."""

@@ -82,10 +82,10 @@ class KernelWindows:
 
     def begin(self) -> None:
         """The program's own use of the profiler goes first: there is room for one."""
-        from torch.autograd import profiler
+        from keepbusy.torch_names.hooks import PROFILER_BEGINS
 
-        for name in ("_prepare_profiler", "_enable_profiler"):
-            self._patches.wrap(profiler, name, self._give_way)
+        for begins in PROFILER_BEGINS:
+            self._patches.wrap(*begins, self._give_way)
 
     @property
     def is_open(self) -> bool:
@@ -162,8 +162,9 @@ class KernelWindows:
                 self.fault = f"{type(error).__name__}: {error}"
 
     def _open(self) -> None:
-        from torch._C._profiler import _ExperimentalConfig
         from torch.autograd import profiler
+
+        from keepbusy.torch_names.hooks import profiler_settings
 
         with self._lock:
             if self._profiler is not None or self.gave_way:
@@ -171,7 +172,7 @@ class KernelWindows:
             began = time.perf_counter_ns()
             self._is_ours = True
             try:
-                settings = _ExperimentalConfig(profile_all_threads=True)
+                settings = profiler_settings(profile_all_threads=True)
                 opening = profiler.profile(
                     use_cpu=True, use_device="cuda", use_kineto=True, experimental_config=settings
                 )
@@ -209,9 +210,9 @@ class KernelWindows:
             self.held_up += time.perf_counter_ns() - began
 
     def _save(self) -> None:
-        from torch.autograd import profiler
+        from keepbusy.torch_names.hooks import end_profiler
 
-        profiler._disable_profiler().save(str(self._folder / f"window{len(self.windows) - 1}.json"))
+        end_profiler().save(str(self._folder / f"window{len(self.windows) - 1}.json"))
 
     def _give_way(self, native: Function, *args: Any, **kwargs: Any) -> Any:
         if not self._is_ours:

@@ -23,9 +23,9 @@ _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_
 
 def begin() -> None:
     """Once PyTorch is imported. The allocator is there when the program uses its GPU for the first time."""
-    import torch
+    from keepbusy.torch_names.hooks import call_once_ready, record_memory
 
-    torch.cuda._lazy_call(lambda: torch.cuda.memory._record_memory_history(context=None, max_entries=_KEPT))
+    call_once_ready(lambda: record_memory(context=None, max_entries=_KEPT))
 
 
 def save(folder: Path) -> None:
@@ -33,9 +33,11 @@ def save(folder: Path) -> None:
     cuda: Any = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return
+    from keepbusy.torch_names.hooks import memory_snapshot, record_memory
+
     device, now = cuda.current_device(), {"wall": time.time_ns(), "clock": time.perf_counter_ns()}
-    events = cuda.memory._snapshot()["device_traces"][device]
-    cuda.memory._record_memory_history(enabled=None)
+    events = memory_snapshot()["device_traces"][device]
+    record_memory(enabled=None)
     columns = columns_of(events, cuda.memory_allocated(), cuda.memory_reserved(), now["clock"] - now["wall"])
     np.savez(folder / HISTORY, **columns)
 

@@ -113,9 +113,9 @@ class ProgramLog:
             self._loaders.begin()
             if self._notes_memory:
                 memory_history.begin()
-            from torch.utils.data import dataloader
+            from keepbusy.torch_names.hooks import NEXT_BATCH
 
-            self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._taking_batch)
+            self._patches.replace(*NEXT_BATCH, self._taking_batch)
         except Exception as error:
             self._faults.append(f"{type(error).__name__}: {error}")
 
@@ -265,13 +265,15 @@ class _Notes:
     def begin(self) -> None:
         import torch
 
+        from keepbusy.torch_names.hooks import RUN_BACKWARD
+
         for function in (_Notes._says, _Notes._leaves, _Notes._step):  # whatever PyTorch compiles around it
             left_alone(function)
         record_function = torch.autograd.profiler.record_function
         self._patches.replace(record_function, "__enter__", self._entering)
         self._patches.replace(record_function, "__exit__", self._leaving)
-        for module in (torch.autograd.graph, torch.autograd):
-            self._patches.replace(module, "_engine_run_backward", self._running_backward)
+        for run_backward in RUN_BACKWARD:
+            self._patches.replace(*run_backward, self._running_backward)
         ENDED.append(self._step)
         self._patches.later(lambda: ENDED.remove(self._step))
 

@@ -64,11 +64,12 @@ class Loaders:
 
     def begin(self) -> None:
         from torch.utils.data import dataloader
-        from torch.utils.data._utils import fetch
+
+        from keepbusy.torch_names.hooks import FETCH
 
         self._patches.wrap(dataloader.DataLoader, "__init__", self._made_here)
-        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            self._patches.wrap(kind, "fetch", self._fetch)
+        for fetch in FETCH:
+            self._patches.wrap(*fetch, self._fetch)
 
     def end(self) -> None:
         """Leave everything as it was."""
@@ -102,13 +103,15 @@ class Loaders:
 
     def batch_taken(self, iterator: Any, before: int, after: int) -> None:
         """From when to when the program waited for it."""
-        dataset = id(iterator._dataset)
+        from keepbusy.torch_names import hooks
+
+        dataset = id(hooks.dataset_of(iterator))
         its = self._known.setdefault(dataset, _Loader(self._made.get(dataset, "")))
-        its.workers, its.prefetch = iterator._num_workers, getattr(iterator, "_prefetch_factor", None) or 0
+        its.workers, its.prefetch = hooks.workers_of(iterator), getattr(iterator, hooks.PREFETCH_FACTOR, None) or 0
         its.batches += 1
         its.waited += after - before
         first = self._passes.get(id(iterator))
-        if first is None or iterator._num_yielded <= 1:  # an earlier pass's iterator may have lain there
+        if first is None or hooks.batches_given(iterator) <= 1:  # an earlier pass's iterator may have lain there
             its.began += after - before
             its.passes += 1
         else:

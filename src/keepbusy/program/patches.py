@@ -130,41 +130,36 @@ def left_alone(function: Function) -> Function:
 
     `torch.compiler.disable` would import the compiler.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
-    return _not_compiled(function, "SKIP")
+    from keepbusy.torch_names.hooks import DISABLED, REASON, never_compile
+
+    setattr(function, DISABLED, True)
+    setattr(function, REASON, None)
+    return never_compile(function, "SKIP")
 
 
 def called_plainly(function: Function) -> Function:
     """What is called where a compiled function goes on as Python: what it calls is compiled as if called without it."""
-    return _not_compiled(function, "DEFAULT")
+    from keepbusy.torch_names.hooks import never_compile
 
-
-def _not_compiled(function: Any, callees: str) -> Function:
-    from torch._C._dynamo import eval_frame
-
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, callees))
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
+    return never_compile(function, "DEFAULT")
 
 
 def admit_lazy_parameters(patches: Patches) -> None:
     """Parameters without a shape know the methods that they may be asked for by identity, so they are told the new."""
     from torch import Tensor
-    from torch.nn import parameter
 
-    lazy: Any = vars(parameter)["UninitializedTensorMixin"]
-    known = lazy._allowed_methods
-    lazy._allowed_methods = known + [getattr(Tensor, method.__name__, method) for method in known]
-    patches.later(lambda: setattr(lazy, "_allowed_methods", known))
+    from keepbusy.torch_names.hooks import LAZY_METHODS
+
+    known = getattr(*LAZY_METHODS)
+    setattr(*LAZY_METHODS, known + [getattr(Tensor, method.__name__, method) for method in known])
+    patches.later(lambda: setattr(*LAZY_METHODS, known))
 
 
 def admit_scripts(patches: Patches) -> None:
     """TorchScript knows PyTorch's functions by identity, and is to know what stands in their place."""
-    from torch.jit import _builtins
+    from keepbusy.torch_names.hooks import FIND_FOR_SCRIPT, make_script_table
 
-    _builtins._get_builtin_table()  # made of PyTorch's own, before they are replaced
+    make_script_table()  # made of PyTorch's own, before they are replaced
 
     def find(plain: Function, function: Any) -> Any:
         found = plain(function)
@@ -172,4 +167,4 @@ def admit_scripts(patches: Patches) -> None:
             found = plain(function)
         return found
 
-    patches.wrap(_builtins, "_find_builtin", find)
+    patches.wrap(*FIND_FOR_SCRIPT, find)

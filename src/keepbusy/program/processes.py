@@ -27,6 +27,7 @@ from typing import Any
 from weakref import finalize
 
 from keepbusy.program.patches import Patches
+from keepbusy.torch_names.cpython import ForeignThread, run_module_code
 
 # Processes that the program spawns: each becomes what its parent is before it imports the program again.
 
@@ -78,7 +79,7 @@ def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
         from keepbusy.program.script import COMPILE
 
         code = COMPILE[-1](Path(script).read_bytes(), script)
-        main = runpy._run_module_code(code, None, "__mp_main__", pkg_name="", script_name=script)  # type: ignore[attr-defined]
+        main = run_module_code(code, None, "__mp_main__", pkg_name="", script_name=script)
     elif script is not None:
         main = runpy.run_path(script, run_name="__mp_main__")
     elif module is not None and module.rpartition(".")[2] != "__main__":
@@ -133,7 +134,7 @@ _ending = threading.local()
 def at_end_of_thread(does: Callable[[], object]) -> None:
     """Call it when the calling thread ends. A thread that C++ started has no end: Python forgets it after each call."""
     thread = known_thread()
-    if thread not in (None, threading.main_thread()) and not isinstance(thread, threading._DummyThread):
+    if thread not in (None, threading.main_thread()) and not isinstance(thread, ForeignThread):
         its_own: set[object] = _ending.__dict__.setdefault("its_own", set())  # it goes with the thread
         finalize(its_own, does).atexit = False
 

@@ -8,7 +8,6 @@ import builtins
 import ctypes
 import linecache
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -44,6 +43,7 @@ from keepbusy.program.patches import Function, Patches, when_imported
 from keepbusy.program.processes import KeptDescriptor, UnseenThread, kept_pipe
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.run_facts import CutShort
+from keepbusy.torch_names.cpython import run_module_as_main
 
 COMPILE: list[Callable[[bytes, str], CodeType]] = [compiled_as_written]
 """How a script becomes code; the last one counts."""
@@ -89,7 +89,7 @@ def run_module(name: str, arguments: Sequence[str]) -> int:
 
 def _run_module(*names: str, **how: bool) -> None:
     _begin_the_stack()
-    runpy._run_module_as_main(*names, **how)  # type: ignore[attr-defined]
+    run_module_as_main(*names, **how)
 
 
 def run_text(source: str | bytes, arguments: Sequence[str]) -> int:

@@ -18,8 +18,9 @@ from contextlib import ExitStack
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from keepbusy.torch_names.distributed import active_ddp_module, has_yet_to_send, stays_gathered
 
 T = TypeVar("T")
 
@@ -136,7 +137,7 @@ class Deferral:
         self._proven = True
 
     def _before_forward(self, model: torch.nn.Module, _arguments: Any) -> None:
-        outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        outer = active_ddp_module()
         if outer is not None and outer is not model and not any(part.module is outer for part in self._parts):
             raise NotDeferred(
                 "accumulate was given a module inside DistributedDataParallel, which sends gradients at every "
@@ -178,7 +179,7 @@ class _NoSyncWrapper:
         self._stack.close()
 
     def begin(self, last: bool) -> None:
-        self._sends, self._called = last or _never_ran(self.module), False
+        self._sends, self._called = last or has_yet_to_send(self.module), False
         self._stack.close()
         if not self._sends:
             self._stack.enter_context(self.module.no_sync())
@@ -235,7 +236,7 @@ class _ShardedModules:
                 module.set_requires_all_reduce(last, recurse=False)
             else:
                 module.set_requires_gradient_sync(last, recurse=False)
-            if _stays_whole(module):
+            if stays_gathered(module):
                 module.set_reshard_after_backward(last, recurse=False)
 
     def _count(self, _parameter: torch.Tensor) -> None:
@@ -264,15 +265,3 @@ def _wrappers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     else:
         for child in module.children():
             yield from _wrappers(child)
-
-
-def _never_ran(module: Any) -> bool:
-    """DDP of a static graph learns it from its very first backward pass, which has to send; it may do so twice."""
-    return getattr(module, "static_graph", False) and not module._static_graph_delay_allreduce_enqueued
-
-
-def _stays_whole(module: Any) -> bool:
-    """Whether its weights stay gathered from forward to backward anyway; then they may between micro-batches, too."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return all(group is not None and group.post_forward_mesh_info is None for group in groups)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from keepbusy.torch_names.pytorch import tree_leaves
 
 _FEWEST = 8
 """So many functions of PyTorch that work on the device are worth a graph: a replay takes as long as a few of them."""

@@ -13,8 +13,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+
+from keepbusy.torch_names.pytorch import TorchDispatchMode, tree_leaves, tree_map
 
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from keepbusy.runtime.tensor_kinds import flatten_result
+from keepbusy.torch_names.pytorch import flatten_tensors, unflatten_tensors
 
 Gradients = tuple[Tensor | None, ...]
 _HOOKS = attrgetter("_backward_hooks")
@@ -51,7 +51,7 @@ class LaterBackward:
             if gradient is not None:
                 self._by_type.setdefault(gradient.dtype, []).append(place)
         self._alike = [torch.empty_like(one, device="meta") if one is not None else None for one in found]
-        return [[_flatten_dense_tensors([found[place] for place in places])] for places in self._by_type.values()]
+        return [[flatten_tensors([found[place] for place in places])] for places in self._by_type.values()]
 
     def captured(self, graph: torch.cuda.CUDAGraph, flat: list[list[Tensor]]) -> None:
         self._graph, self._flat = graph, [one for (one,) in flat]
@@ -98,7 +98,7 @@ class LaterBackward:
         self._graph.replay()
         found: list[Tensor | None] = [None] * len(self._alike)
         for flat, places in zip(self._flat, self._by_type.values(), strict=True):
-            parts = _unflatten_dense_tensors(flat.clone(), [self._alike[place] for place in places])
+            parts = unflatten_tensors(flat.clone(), [self._alike[place] for place in places])
             for place, part in zip(places, parts, strict=True):
                 found[place] = part
         return tuple(found)

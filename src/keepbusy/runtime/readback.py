@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from keepbusy.torch_names.pytorch import current_stream, tree_flatten, tree_unflatten
 
 SLOT_DOUBLES = 32
 _SLOT_BYTES = 8 * SLOT_DOUBLES
@@ -34,7 +35,6 @@ _ONE_DOUBLE: dict[torch.dtype, type] = {
 """And what Python makes of it."""
 _DOUBLES = {**dict.fromkeys(_ONE_DOUBLE, 1), torch.int64: 2, torch.float64: 2}
 """A double holds each value of most types; two hold the halves of the others."""
-_STREAMS: dict[tuple[int, int, int], Any] = {}
 _SENDING, _LANDING, _UNPACKING, _PINNING = Lock(), Lock(), Lock(), Lock()
 
 
@@ -251,7 +251,7 @@ class ScalarReadback:
             else:
                 slot.on_device[start : start + 2].copy_(bare.view(1).view(torch.int32))
                 start += 2
-        slot.event.record(_current_stream(device))
+        slot.event.record(current_stream(device))
         return sent
 
     @property
@@ -286,15 +286,6 @@ class ScalarReadback:
             return torch.tensor(self._doubles[start], dtype=dtype, device="cpu").view(shape)
         halves = [int(half) for half in self._doubles[start : start + 2]]
         return torch.tensor(halves, dtype=torch.int32, device="cpu").view(dtype).view(shape)
-
-
-def _current_stream(device: torch.device) -> Any:
-    """The same object for the same stream: PyTorch makes a new one at each call, which takes as long as a launch."""
-    key = torch._C._cuda_getCurrentStream(device.index)
-    stream = _STREAMS.get(key)
-    if stream is None:
-        stream = _STREAMS[key] = torch.cuda.current_stream(device)
-    return stream
 
 
 def whole(tensor: Tensor) -> Tensor:

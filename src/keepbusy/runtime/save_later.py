@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from keepbusy.runtime.readback import HostReadback, TensorReadback, refuse_capture
 from keepbusy.timeline.files import replacing, replacing_folder
+from keepbusy.torch_names.pytorch import is_wrapper_of_tensors
 
 
 def save_later(state: Any, path: str | os.PathLike[str]) -> Saving:
@@ -70,7 +70,7 @@ class Snapshot:
 
     def _take(self, tensor: Tensor) -> _Rebuild:
         """Note what the tensor holds; what is returned makes one like it, once all are home."""
-        if is_traceable_wrapper_subclass(tensor):
+        if is_wrapper_of_tensors(tensor):
             return self._take_wrapper(tensor)
         is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type in ("cpu", "cuda")
         if not is_plain or tensor.is_conj() or tensor.is_neg():  # its storage does not hold its values as they are

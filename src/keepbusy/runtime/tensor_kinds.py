@@ -8,9 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map
+
+from keepbusy.torch_names.pytorch import (
+    TensorGuards,
+    TreeSpec,
+    register_pytree_node,
+    same_addresses,
+    tree_flatten,
+    tree_map,
+)
 
 
 def same_kinds(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -19,7 +26,7 @@ def same_kinds(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     PyTorch's compiler guards its inputs so. Asked of each in Python, the same takes half a microsecond a tensor.
     """
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    guards = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return cast("Callable[..., bool]", guards.check)
 
 
@@ -27,10 +34,9 @@ def same_places(tensors: Sequence[Tensor]) -> Callable[[], bool]:
     """Tells whether they all lie where they lie now. PyTorch built for CUDA compares them in one call of its own."""
     known = [*tensors]
     places = [tensor.data_ptr() for tensor in known]
-    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if compare is None:
+    if same_addresses is None:
         return lambda: [*map(Tensor.data_ptr, known)] == places
-    return functools.partial(compare, known, places, [*range(len(known))])
+    return functools.partial(same_addresses, known, places, [*range(len(known))])
 
 
 def flatten_result(returned: Any) -> tuple[list[Any], TreeSpec]:

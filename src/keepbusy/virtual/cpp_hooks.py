@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import platform
-import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 
+from keepbusy.torch_names import headers
+from keepbusy.torch_names.headers import Mismatch
 from keepbusy.virtual.machine import CURRENT
 from keepbusy.virtual.pytorch.tensors import native_is_pinned, native_pins
 
@@ -28,55 +29,9 @@ CUDA_VERSION = torch.version.cuda or "13.0"
 CUDNN_VERSION = 91_002
 
 _LIBRARIES = Path(torch.__file__).parent / "lib"
-_INCLUDES = Path(torch.__file__).parent / "include"
 _POINTER = 8
 _PREAMBLE = 2
 """Words of a vtable before its first slot: the offset to the top, and the type information."""
-
-HOOKS = (
-    ("ATen/detail/AcceleratorHooksInterface.h", "AcceleratorHooksInterface"),
-    ("ATen/detail/CUDAHooksInterface.h", "CUDAHooksInterface"),
-)
-GUARD = (("c10/core/impl/DeviceGuardImplInterface.h", "DeviceGuardImplInterface"),)
-
-
-class Mismatch(RuntimeError):  # noqa: N818  # it names what is wrong
-    """This build of PyTorch has an unknown layout."""
-
-
-def slots(classes: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """The slot of each virtual method. `classes`: (header, class) pairs, the base class first."""
-    methods: list[str] = []
-    for header, name in classes:
-        for method in _virtual_methods(_INCLUDES / header, name):
-            if method.startswith("~"):
-                # a destructor has two slots: the complete object's and the deleting one
-                methods += [] if "~" in methods else ["~", "~delete"]
-            elif method not in methods:  # an override keeps the slot of what it overrides
-                methods.append(method)
-    return {method: slot for slot, method in enumerate(methods)}
-
-
-_NO_CODE = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/|//[^\n]*|#ifdef USE_ROCM.*?#endif|\[\[.*?\]\]', re.DOTALL)
-
-
-def _virtual_methods(header: Path, name: str) -> Iterator[str]:
-    if not header.exists():
-        raise Mismatch(f"this PyTorch comes without {header.name}")
-    source = _NO_CODE.sub("", header.read_text(encoding="utf-8"))
-    begin = re.search(
-        rf"(?:struct|class)\s+(?:\w+_API\s+)?{name}\b(?:\s*final)?\s*(?::\s*(?:public\s+)?[\w:]+\s*)?{{", source
-    )
-    if begin is None:
-        raise Mismatch(f"{header.name} declares no {name}")
-    body, inner_bodies = source[begin.end() :], 1
-    while inner_bodies:  # the innermost ones first; each ends its declaration
-        body, inner_bodies = re.subn(r"{[^{}]*}", ";", body)
-    for statement in body.partition("}")[0].split(";"):
-        method = re.search(r"(~?\w+)\s*\(", statement)
-        if method and re.search(r"\b(virtual|override)\b", statement):
-            yield method[1]
-
 
 _FOUND_WORDS, _SIZE_AT, _WITH_SYMBOL = 4, 16, 1
 """Words of the C library's Dl_info, the offset of the size in an Elf64_Sym, and RTLD_DL_SYMENT."""
@@ -178,14 +133,14 @@ class Vtable:
 def replace_hooks() -> Callable[[], None]:
     """Make C++ find CUDA; returns a function that undoes it."""
     shared = _library("libtorch_cpu.so")
-    methods = slots(HOOKS)
-    interface = _address_of(shared, "_ZTVN2at18CUDAHooksInterfaceE")
+    methods = headers.slots(headers.HOOKS)
+    interface = _address_of(shared, headers.HOOKS_VTABLE)
     size = _symbol_size(interface)
     if size != _POINTER * (len(methods) + _PREAMBLE):
         raise Mismatch(f"the CUDA hooks have {size // _POINTER - _PREAMBLE} slots, their header says {len(methods)}")
     vtable = Vtable(interface + _POINTER * _PREAMBLE, methods)
-    vtable.need("hasCUDA", "hasPrimaryContext", "init", "deviceCount", "isPinnedPtr", "getPinnedMemoryAllocator")
-    allocator = _result_of(_library("libc10.so"), "_ZN3c1015GetCPUAllocatorEv")
+    vtable.need(*headers.HOOKS_NEEDED)
+    allocator = _result_of(_library("libc10.so"), headers.CPU_ALLOCATOR)
 
     def about_to_pin() -> Any:
         native_pins()
@@ -212,7 +167,7 @@ def replace_hooks() -> Callable[[], None]:
     if CURRENT.count == 1:
         for method in ("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"):
             vtable.put_constant(method, 0)
-    hooks = ctypes.c_void_p.from_address(_result_of(shared, "_ZN2at6detail12getCUDAHooksEv"))
+    hooks = ctypes.c_void_p.from_address(_result_of(shared, headers.HOOKS_GETTER))
     before, hooks.value = hooks.value, vtable.address
     return lambda: setattr(hooks, "value", before)
 
@@ -224,21 +179,19 @@ def replace_hooks() -> Callable[[], None]:
 # stream, the first device's. Methods that leave a device or a stream must not be written in Python, which would lose an
 # exception that is being raised.
 
-_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
-
 
 def replace_guard() -> Callable[[], None]:
     """Register a guard for CUDA; returns a function that puts a harmless one in its place."""
     shared = _library("libc10.so")
-    size = _symbol_size(_address_of(shared, _REGISTRY))
+    size = _symbol_size(_address_of(shared, headers.GUARDS))
     if size < _POINTER * (_META_TYPE + 1):
         raise Mismatch("the registry of device guards has another shape")
-    registry = (ctypes.c_void_p * (size // _POINTER)).in_dll(shared, _REGISTRY)
+    registry = (ctypes.c_void_p * (size // _POINTER)).in_dll(shared, headers.GUARDS)
     meta = registry[_META_TYPE]
     if not meta:
         raise Mismatch("there is no device guard for Meta tensors")
-    vtable = Vtable(ctypes.c_void_p.from_address(meta).value or 0, slots(GUARD))
-    vtable.need("type", "getDevice", "deviceCount", "getStream")
+    vtable = Vtable(ctypes.c_void_p.from_address(meta).value or 0, headers.slots(headers.GUARD))
+    vtable.need(*headers.GUARD_NEEDED)
     vtable.put_constant("type", DEVICE_TYPE)
     vtable.put_constant("deviceCount", CURRENT.count)
     pair = ctypes.c_int16  # c10::Device is {int8 type, int8 index}, passed in one register
@@ -268,7 +221,7 @@ def timer_keys() -> dict[int, ctypes.c_int8]:
     A `std::unordered_map` is the address of its buckets, their count, its first node and its length. A bucket holds
     the node before its own first node. A node is the address of the next node, and a key, which is its own hash.
     """
-    make = getattr(_library("libtorch_cpu.so"), "_ZN4c10d13TimerRegistryEv", None)
+    make = getattr(_library("libtorch_cpu.so"), headers.DDP_TIMERS, None)
     if make is None:
         return {}
     make.restype = ctypes.c_void_p

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from keepbusy.torch_names.dispatcher import storage_size
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.host_thread import HostThread
 from keepbusy.virtual.clock.order import Command
@@ -21,8 +22,6 @@ from keepbusy.virtual.memory_views import Extent
 from keepbusy.virtual.pytorch.backward_streams import NOT_CHOSEN, ForwardStreams
 from keepbusy.virtual.pytorch.recordings import Recording, over_storage
 from keepbusy.virtual.pytorch.tensors import VALUES, is_pinned, memory_at, tensors_in, to_device, to_host
-
-_size = torch._C.StorageBase.nbytes
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """The shape, strides and type of a tensor."""
@@ -116,7 +115,7 @@ class DeviceTensors:
     def place_on(self, tensor: Tensor, device: int, stream: int | None = None) -> Tensor:
         """A new device tensor, over the host tensor's memory or, during a capture, over the graph's."""
         storage = tensor.untyped_storage()
-        size = _size(storage)
+        size = storage_size(storage)
         recording = None if self.recording is None else self.records(device)
         if recording is not None:
             # the graph keeps the memory alive; the program gets a tensor over it

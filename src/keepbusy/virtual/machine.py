@@ -22,6 +22,8 @@ from keepbusy.program.loops.run_loops import LoopEvidence, with_loops
 from keepbusy.timeline.model import Direction, FrameKind, Timeline
 from keepbusy.timeline.races import DataRace
 from keepbusy.timeline.run_facts import allocator_settings
+from keepbusy.torch_names.dispatcher import precision_of
+from keepbusy.torch_names.distributed import LOCAL_PART
 from keepbusy.virtual.clock.engine import Clock
 from keepbusy.virtual.clock.host_thread import NOISE_LIMIT, HostThread
 from keepbusy.virtual.clock.order import Origin
@@ -34,7 +36,6 @@ from keepbusy.virtual.found_races import FoundRaces
 from keepbusy.virtual.pytorch.backward_streams import ForwardStreams
 from keepbusy.virtual.pytorch.tensors import Pages, to_host
 
-_precision = torch._C._get_fp32_precision_getter
 _NATIVE_CALL, _NATIVE_RELEASE = 3_000, 500
 """Nanoseconds of PyTorch itself for calling an operator from Python, without its launch, and for freeing a tensor."""
 _BATCHES, _CALLS, _PASSES = 6, 50, 4
@@ -117,7 +118,7 @@ class Machine(DeviceTensors):
         self.clock = Clock(device, rank, HostTime if measured else None)
         self.memory = Memory(self.clock, devices)
         self.pages = Pages(device.copies.mapped)
-        self.costs = OperatorCosts(device, lambda: _precision("cuda", "matmul") == "tf32", self.notes)
+        self.costs = OperatorCosts(device, lambda: precision_of("cuda", "matmul") == "tf32", self.notes)
         self.clock.captures.raises = _accelerator_error
         self.iterations.end()
         self.iterations = IterationCounter(self.clock.first_thread.moment, VIRTUAL_LIMIT)
@@ -240,7 +241,7 @@ class Machine(DeviceTensors):
     def peek(self, read: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """The result of a function on the tensor's values. Nothing is copied, and no time passes."""
         with self.clock.host():
-            own = getattr(tensor, "_local_tensor", tensor)  # this rank's part of a distributed tensor
+            own = getattr(tensor, LOCAL_PART, tensor)  # this rank's part of a distributed tensor
             return read(to_host(own.data) if own.is_cuda else own)
 
     def origin_here(self) -> Origin:

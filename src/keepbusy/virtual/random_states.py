@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import Generator as HostGenerator
+
+from keepbusy.torch_names.dispatcher import HostGenerator
 
 _SIZE, WORD = 16, 1 << 64
 STEP = 4

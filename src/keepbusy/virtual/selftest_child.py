@@ -13,8 +13,10 @@ import sys
 
 import torch
 
+from keepbusy.torch_names.dispatcher import accelerator, dump_of_operator, operators_with_key
+from keepbusy.torch_names.headers import GUARD, HOOKS, slots
 from keepbusy.virtual.costs.device import read
-from keepbusy.virtual.cpp_hooks import GUARD, HOOKS, slots, timer_keys
+from keepbusy.virtual.cpp_hooks import timer_keys
 from keepbusy.virtual.virtual_run import Options, bring_up
 
 
@@ -43,7 +45,7 @@ def _values() -> None:
             _must(tensor.device == torch.device("cuda", index), f"made on {tensor.device}, not on cuda:{index}")
             _must(type(tensor) is torch.Tensor and tensor.sum().item() == 15, "a sum is wrong")
     _must(torch.cuda.current_device() == 0, "the current device did not come back")
-    _must(torch._C._get_accelerator().type == "cuda", "the accelerator is not CUDA")
+    _must(accelerator().type == "cuda", "the accelerator is not CUDA")
 
 
 def _autograd() -> None:
@@ -89,8 +91,8 @@ def _pinned() -> None:
 
 def _natives() -> None:
     """On a CUDA build, a program must not reach native kernels."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
-    dumps = {name: torch._C._dispatch_dump(name) for name in names if name.startswith("aten::")}
+    names = operators_with_key("CUDA")
+    dumps = {name: dump_of_operator(name) for name in names if name.startswith("aten::")}
     reachable = [name for name, dump in dumps.items() if re.search(r"^CUDA:.*RegisterCUDA", dump, re.MULTILINE)]
     _must(len(reachable) < 40, f"native kernels are left: {reachable[:5]}")
 

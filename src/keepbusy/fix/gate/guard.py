@@ -28,13 +28,15 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._device import _device_constructors
 
 from keepbusy.fix.gate import BLOCKING_COPY, SYNC, AllowList, several
 from keepbusy.program.lines import HIDDEN, OUTSIDE, USER, kind_of, shown
 from keepbusy.program.patches import Function, Patches, admit_lazy_parameters, left_alone
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.model import STAGED_BYTES
+from keepbusy.torch_names.cpython import SHOW_WARNING, ForeignThread
+from keepbusy.torch_names.dispatcher import device_constructors
+from keepbusy.torch_names.hooks import RUN_BACKWARD
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 12
@@ -225,7 +227,7 @@ class WaitWatch:
         return leave
 
     def _set_up(self) -> None:
-        _device_constructors()  # which keeps functions by identity, and is to keep PyTorch's own
+        device_constructors()  # which keeps functions by identity, and is to keep PyTorch's own
         self._mode = torch.cuda.get_sync_debug_mode()
         self._hear_warnings()
         torch.cuda.set_sync_debug_mode("warn")
@@ -235,8 +237,8 @@ class WaitWatch:
         admit_lazy_parameters(self._patches)
         for owner, name in _unseen():
             self._patches.replace(owner, name, self._counting(f"{owner.__name__}.{name}".removeprefix("torch.")))
-        self._patches.replace(torch.autograd.graph, "_engine_run_backward", self._listening_to_backward)
-        self._patches.replace(torch.autograd, "_engine_run_backward", self._listening_to_backward)
+        for run_backward in RUN_BACKWARD:
+            self._patches.replace(*run_backward, self._listening_to_backward)
 
     def _hear_warnings(self) -> None:
         """Ours come first whatever the program filters, records or silences."""
@@ -259,7 +261,7 @@ class WaitWatch:
         keep_first()
         for name in ("simplefilter", "filterwarnings", "resetwarnings"):
             self._patches.replace(warnings, name, filtering)
-        self._patches.replace(warnings, "_showwarnmsg", self._showing)
+        self._patches.replace(*SHOW_WARNING, self._showing)
         self._patches.later(_forget_filter)
 
     def _showing(self, show: Function) -> Function:
@@ -282,7 +284,7 @@ class WaitWatch:
 
     def _tell(self, kind: str, call: _CallUnderWay | None) -> None:
         listeners = _THREAD.listeners
-        if not listeners and isinstance(threading.current_thread(), threading._DummyThread) and self._backward:
+        if not listeners and isinstance(threading.current_thread(), ForeignThread) and self._backward:
             listeners = self._backward[-1]
         if listeners:
             stack = _stack_of(sys._getframe(2))

@@ -170,7 +170,8 @@ class _Witness:
     def _calling(self, plain: Function) -> Function:
         """Of the outermost module, where nothing is learnt."""
         import torch
-        from torch.utils._pytree import tree_leaves
+
+        from keepbusy.torch_names.pytorch import tree_leaves
 
         witness = self
 

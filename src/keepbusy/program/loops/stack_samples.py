@@ -14,6 +14,7 @@ from keepbusy.program.lines import HIDDEN, OUTSIDE, USER, at_rest, line_number, 
 from keepbusy.program.loops.codes import IMPORTING, Chain, Line, ProgramCodes
 from keepbusy.program.processes import UnseenThread, processor_times
 from keepbusy.timeline.model import NONE
+from keepbusy.torch_names.cpython import ForeignThread
 
 SAMPLE_INTERVAL, TIMES_ITS_COST, GROWTH = 20_000_000, 2_000, 1.02
 """From sample to sample, at first; later more and more rarely, until it is so many times as long as a sample takes. The
@@ -161,7 +162,7 @@ class StackSampler:
         """What the processors gave since the last sample to other threads that run the program's own code: while one
         thread runs Python, no other does."""
         # of those that PyTorch began, as for a backward pass, the program's own thread waits for what it asked for
-        others = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+        others = [thread for thread in threading.enumerate() if not isinstance(thread, ForeignThread)]
         native = {thread.ident or 0: thread.native_id or 0 for thread in others if thread.native_id}
         native = {ident: number for ident, number in native.items() if number != self._native}
         codes, beside = self.samples.codes, self.samples.beside

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from keepbusy.runtime.graph.names_read import PLAIN
+from keepbusy.torch_names.pytorch import tree_leaves
 
 _SETTINGS = (*PLAIN, torch.device, torch.dtype, torch.Size, torch.layout)
 """Equal ones are the same."""

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from keepbusy.runtime.graph.host_state import BoundAnew, rollback_to_now
 from keepbusy.runtime.graph.names_read import PLAIN
@@ -31,6 +30,7 @@ from keepbusy.runtime.graph.user_lines import code_of, line_of
 from keepbusy.runtime.host_constants import CapturedConstants
 from keepbusy.runtime.later_backward import LaterBackward, OneOperation
 from keepbusy.runtime.tensor_kinds import flatten_result, same_kinds
+from keepbusy.torch_names.pytorch import abandon_pool, checks_arguments, foreach_copy, tree_flatten, tree_unflatten
 
 
 class StepCall:
@@ -289,7 +289,7 @@ class Inputs:
                 self._arrived.record()
             torch.cuda.current_stream().wait_event(self._arrived)
         for places, static in self._by_type.values():
-            torch._foreach_copy_(static, [sources[place] for place in places])
+            foreach_copy(static, [sources[place] for place in places])
         if self._copies is not None:
             self._taken.record()
 
@@ -520,7 +520,7 @@ def _undisturbed() -> Iterator[None]:
     before are not used, which would stay as they are in all replays, and the graph's own do not leak out.
     `torch.distributions` does not check its arguments, which reads the GPU: it did so in the eager calls before."""
     kind: Any = torch.distributions.Distribution
-    collects, checks = gc.isenabled(), kind._validate_args
+    collects, checks = gc.isenabled(), checks_arguments(kind)
     gc.disable()
     torch.clear_autocast_cache()
     kind.set_default_validate_args(False)
@@ -542,8 +542,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         except RuntimeError:  # it was invalid: PyTorch stopped before it told the allocator and the generator
             _INVALID_GRAPHS.append(graph)
             device = torch.cuda.current_device()
-            torch._C._cuda_endAllocateToPool(device, pool)
-            torch._C._cuda_releasePool(device, pool)
+            abandon_pool(device, pool)
             whole = torch.cuda.CUDAGraph()  # a capture that ends well tells the generator that none is under way
             whole.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device="cuda")

@@ -24,7 +24,6 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.bound_step import BoundArguments, BoundStep, identity
 from keepbusy.runtime.graph.captured_call import (
@@ -73,6 +72,7 @@ from keepbusy.runtime.graph.user_lines import LaunchedLines, LineTracer, code_of
 from keepbusy.runtime.graph_of_modules import CalledModules, GraphedModules, meets_other_ranks
 from keepbusy.runtime.module_parts import submodules
 from keepbusy.runtime.tensor_kinds import flatten_result
+from keepbusy.torch_names.pytorch import tree_leaves, tree_unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")

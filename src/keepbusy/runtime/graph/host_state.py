@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from keepbusy.runtime.graph.names_read import PLAIN, NameRead, StepNames, constant, is_a
 from keepbusy.runtime.graph.participants import Participants
 from keepbusy.runtime.graph.reachable import ObjectState, SameObject, TensorState, held_as, reach, state_of
+from keepbusy.torch_names.pytorch import FORWARD_HOOKS, foreach_copy, states_by_optimizer, tree_leaves
 
 
 def random_state() -> tuple[Any, ...]:
@@ -112,7 +112,7 @@ class _Place(NamedTuple):
 
     def is_made_by_a_hook(self) -> bool:
         """As a weight that is normed: before each forward pass, so nobody goes back from it later."""
-        hooks = self.holder._forward_pre_hooks.values() if is_a(self.holder, torch.nn.Module) else ()
+        hooks = getattr(self.holder, FORWARD_HOOKS).values() if is_a(self.holder, torch.nn.Module) else ()
         return any(getattr(hook, "name", None) == self.name for hook in hooks)
 
     def _entries(self) -> Any:
@@ -182,7 +182,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     with torch.no_grad():
-        torch._foreach_copy_(targets, [source.detach() for source in sources])
+        foreach_copy(targets, [source.detach() for source in sources])
 
 
 def bound_anew(host: HostState, before: dict[StateKey, Any], after: dict[StateKey, Any]) -> list[_Place]:
@@ -278,7 +278,7 @@ def _counts_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _stages_of(scaler: torch.amp.GradScaler) -> list[str]:
-    return [str(one["stage"]) for one in scaler._per_optimizer_states.values()]
+    return [str(one["stage"]) for one in states_by_optimizer(scaler).values()]
 
 
 def settings(group: dict[str, Any]) -> tuple[Any, ...]:
@@ -344,12 +344,12 @@ def _rollback_of_optimizer(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _rollback_of_scaler(scaler: torch.amp.GradScaler) -> Callable[[], None]:
-    stages = {optimizer: dict(stage) for optimizer, stage in scaler._per_optimizer_states.items()}
+    stages = {optimizer: dict(stage) for optimizer, stage in states_by_optimizer(scaler).items()}
     found = [(stage["found_inf_per_device"], dict(stage["found_inf_per_device"])) for stage in stages.values()]
 
     def restore() -> None:
-        scaler._per_optimizer_states.clear()
-        scaler._per_optimizer_states.update(stages)
+        states_by_optimizer(scaler).clear()
+        states_by_optimizer(scaler).update(stages)
         for now, before in found:
             now.clear()
             now.update(before)

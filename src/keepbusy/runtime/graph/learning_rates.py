@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from keepbusy.torch_names.pytorch import FIRST_FUSED_STEP, STEPS_BY_ITSELF, WARNED_OF_CAPTURE
+
 _COUNTS = ("step", "mu_product", "eta", "mu")
 """What PyTorch's optimizers count: numbers, whatever the shape of the weight."""
 
@@ -38,7 +40,7 @@ class LearningRates:
         for optimizer in optimizers:
             groups, kind = optimizer.param_groups, type(optimizer)
             if kind is torch.optim.SGD:  # it notes so at its first fused step, whose weights are looked at here
-                vars(optimizer).setdefault("_need_device_dtype_check_for_fused", False)
+                vars(optimizer).setdefault(FIRST_FUSED_STEP, False)
             if is_scaled and kind in fusible and all(_may_be_fused(group, sparse) for group in groups):
                 self._scaled.append(optimizer)
                 self._rates += [_LearningRate(group, {"fused": True, "foreach": False}, True) for group in groups]
@@ -60,7 +62,7 @@ class LearningRates:
             group["capturable"] = True
         for optimizer in self._counting:
             _move_counts(optimizer, to_device=True)
-            optimizer._warned_capturable_if_run_uncaptured = True
+            setattr(optimizer, WARNED_OF_CAPTURE, True)
 
     def count_on_host(self) -> None:
         """As it was before."""
@@ -89,14 +91,14 @@ class LearningRates:
         for rate in other_on_device:
             rate.group |= rate.on_device()
         for optimizer in self._scaled:
-            vars(optimizer)["_step_supports_amp_scaling"] = True
+            vars(optimizer)[STEPS_BY_ITSELF] = True
         try:
             yield
         finally:
             for rate in other_on_device:
                 rate.group |= rate.on_host()
             for optimizer in self._scaled:
-                vars(optimizer).pop("_step_supports_amp_scaling", None)
+                vars(optimizer).pop(STEPS_BY_ITSELF, None)
 
     def of_its_own(self, group: dict[str, Any]) -> dict[str, Any]:
         """Settings of the group that no graph keeps: where it counts, and a rate that is sent over."""

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from keepbusy.runtime.graph.names_read import PLAIN, names_in
 from keepbusy.runtime.tensor_kinds import same_places
+from keepbusy.torch_names.pytorch import HOOKS, HOOKS_OF_ALL, PARTS
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), itemgetter("training")
-_PARTS = ("_modules", "_parameters", "_buffers")
 _END = object()
 """Stands behind all parts: a longer or a shorter row of them is another one."""
 
@@ -41,11 +40,11 @@ class ModuleState:
     def __init__(self, modules: list[nn.Module], is_read: Callable[[nn.Module, str], bool]) -> None:
         """`is_read`: whether anybody reads that number of a module."""
         held = [vars(module) for module in modules]
-        self._parts = [parts[name] for parts in held for name in _PARTS if parts[name]]
+        self._parts = [parts[name] for parts in held for name in PARTS if parts[name]]
         tensors = [value for parts in self._parts for value in parts.values() if isinstance(value, Tensor)]
         self._tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
-        of_all = [value for name, value in vars(nn.modules.module).items() if name.startswith("_global_")]
-        hooks = [*of_all, *[parts[name] for parts in held for name in _HOOKS if name in parts]]
+        of_all = [value for name, value in vars(nn.modules.module).items() if name.startswith(HOOKS_OF_ALL)]
+        hooks = [*of_all, *[parts[name] for parts in held for name in HOOKS if name in parts]]
         self._hooks = [held for held in hooks if isinstance(held, dict)]
         self._values: list[Any] | None = None
         self._trained = [parts for parts in held if "training" in parts]

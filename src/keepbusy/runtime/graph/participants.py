@@ -27,6 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.graph.user_lines import line_within
 from keepbusy.runtime.module_parts import own_weights
+from keepbusy.torch_names.pytorch import LAST_RATES
 
 _FREED = "keepbusy: a backward pass has gone through for the last time"
 """Noted at nodes of graphs of gradients."""
@@ -274,7 +275,7 @@ class HeldSchedules:
 def may_be_held(schedulers: Iterable[LRScheduler], words: Set[str]) -> bool:
     """Whether nothing in the step, which uses these words, looks at what they change."""
     follow_values = any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers)
-    return not follow_values and not words & {"get_last_lr", "_last_lr", "last_epoch", "param_groups"}
+    return not follow_values and not words & {"get_last_lr", LAST_RATES, "last_epoch", "param_groups"}
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from keepbusy.runtime.graph.names_read import PLAIN, attributes_of, is_a
+from keepbusy.torch_names.pytorch import SCALER_PARTS, storage_users
 
 _MOST_OBJECTS = 100_000
 """Objects whose state is read, the nearest first."""
@@ -76,7 +77,7 @@ def _parts_of(value: Any) -> dict[str, Any]:
     if type(value).__module__ == _OF_GRAPHS:
         return {"": vars(value).get("__wrapped__")}
     if isinstance(value, torch.amp.GradScaler):  # which makes its other parts anew at each step
-        return {f".{name}": vars(value)[name] for name in ("_scale", "_growth_tracker") if name in vars(value)}
+        return {f".{name}": vars(value)[name] for name in SCALER_PARTS if name in vars(value)}
     parts: dict[str, Any] = {}
     if isinstance(value, dict):
         for place, (key, part) in enumerate(dict.items(value)):
@@ -172,15 +173,14 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 def is_alone(tensor: Tensor) -> bool:
     """Whether it is a plain tensor of a device, and no other one shares its memory."""
-    can_tell = hasattr(torch._C, "_storage_Use_Count")  # which PyTorch has for graphs of its own
-    if not can_tell or type(tensor) is not Tensor or not tensor.is_cuda or not has_memory(tensor):
+    if storage_users is None or type(tensor) is not Tensor or not tensor.is_cuda or not has_memory(tensor):
         return False
     is_plain = tensor.is_leaf and not tensor.requires_grad and not tensor.is_inference()
     return is_plain and _users_of(tensor) == _users_of(torch.empty(1, device=tensor.device))
 
 
 def _users_of(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(storage_users(tensor.untyped_storage()._cdata))
 
 
 def exchange_memory(one: Tensor, other: Tensor) -> None:

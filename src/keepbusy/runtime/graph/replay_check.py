@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from keepbusy.runtime.graph.captured_call import CapturedCall, StepCall, sync_mode
 from keepbusy.runtime.graph.host_state import HostState, changes_between
@@ -25,6 +24,7 @@ from keepbusy.runtime.graph.participants import Participants
 from keepbusy.runtime.graph.reachable import bytes_of, content_sum, has_memory, writes_to
 from keepbusy.runtime.later_backward import Gradients, LaterBackward, OneOperation, gradients_of
 from keepbusy.runtime.tensor_kinds import flatten_result
+from keepbusy.torch_names.pytorch import foreach_copy, tree_leaves, tree_unflatten
 
 COMPARED_FIRST = 3
 """So many replays of a graph are compared with an eager call, and from then on each whose number is a power of two."""
@@ -132,7 +132,7 @@ class SavedTensors:
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """With few launches."""
     if targets:
-        torch._foreach_copy_(targets, sources)
+        foreach_copy(targets, sources)
 
 
 def _copy(data: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from keepbusy.torch_names.pytorch import tree_leaves
 
 OURS = str(Path(__file__).parents[2])
 TORCH = str(Path(torch.__file__).parent)

@@ -28,11 +28,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from keepbusy.runtime.tensor_kinds import same_kinds
+from keepbusy.torch_names.pytorch import (
+    HELD_ITERATOR,
+    SUPPORTED_NODES,
+    foreach_copy,
+    new_shared_storage,
+    pin_memory,
+    tree_flatten,
+    tree_unflatten,
+)
 
 ALIGNMENT = 512
 """Bytes. As the caching allocator aligns: no kernel sees the difference to a tensor that came alone."""
@@ -292,7 +299,7 @@ def with_packing_workers(loader: Any) -> Any:
 
     The user's own stays as it is: what it gives to others is what its `collate_fn` makes.
     """
-    if type(loader) is not DataLoader or not loader.num_workers or loader._iterator is not None:
+    if type(loader) is not DataLoader or not loader.num_workers or getattr(loader, HELD_ITERATOR) is not None:
         return loader
     packing = copy.copy(loader)
     packing.collate_fn = PackingCollate(loader.collate_fn)
@@ -323,7 +330,7 @@ class PackingCollate:
         except Exception:  # a kind of tree that takes nothing but tensors
             return batch
         joined = self._buffers.take(layout.packed)
-        torch._foreach_copy_(pieces(joined, layout), [nodes[place] for place in places])
+        foreach_copy(pieces(joined, layout), [nodes[place] for place in places])
         return JoinedBatch(self._form, joined, [nodes[place] for place in others])
 
 
@@ -340,9 +347,7 @@ class WorkerBuffers:
         if fitting is not None:
             buffer = self.made[fitting]
         else:
-            buffer = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-                torch.UntypedStorage._new_shared(ALIGNMENT + size)
-            )
+            buffer = torch.empty(0, dtype=torch.uint8, device="cpu").set_(new_shared_storage(ALIGNMENT + size))
             name = list(os.urandom(_NAME.stop - _NAME.start))
             buffer[_NAME] = torch.tensor(name, dtype=torch.uint8, device="cpu")
             if free:  # batches have grown

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from keepbusy.runtime.prefetch.batch_layout import (
     BatchLayouts,
@@ -35,6 +34,7 @@ from keepbusy.runtime.prefetch.batch_layout import (
     pieces,
     with_packing_workers,
 )
+from keepbusy.torch_names.pytorch import foreach_copy, parse_to, tree_leaves
 
 PACKING_TASKS = 16
 """Into so many parts a batch is packed at once, if it has enough bytes for them."""
@@ -372,7 +372,7 @@ class PinnedBuffer:
             large = [_elements(self._pieces[place], sources[place]) for place in self._large]
             self._packing = _script().begin(self._targets, small, large, self._tasks)
         elif sources:
-            torch._foreach_copy_(self._pieces, sources)
+            foreach_copy(self._pieces, sources)
 
     def wait(self) -> None:
         """Until all is written."""
@@ -560,7 +560,7 @@ class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is n
         if function is not Tensor.to or args[0].is_cuda:
             made = function(*args, **kwargs)
         elif packable(args[:1]):
-            device, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **kwargs)
+            device, dtype, _, layout = parse_to(*args[1:], **kwargs)
             layout = torch.preserve_format if layout is None else layout
             made = args[0].pin_memory().to(device, dtype, non_blocking=True, memory_format=layout)
         else:

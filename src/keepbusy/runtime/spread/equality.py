@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from keepbusy.runtime.spread.layout import RankLayout, own_part, share_of
 from keepbusy.runtime.spread.module_tree import orders_of, reordered, without_dropout
+from keepbusy.torch_names.distributed import COLLECTIVES, REDISTRIBUTION
+from keepbusy.torch_names.pytorch import CALLED_AS, TorchDispatchMode, tree_leaves, tree_map
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
 """Of the norm of a gradient, by the coarsest dtype of the model; other dtypes may differ by 5e-2. Sums in another order
@@ -111,7 +111,7 @@ def _where(error: BaseException, model: nn.Module) -> str:
     inside = [
         (frame, line)
         for frame, line in frames
-        if id(frame.f_locals.get("self")) in names and "_call_impl" not in frame.f_code.co_name  # around each module
+        if id(frame.f_locals.get("self")) in names and CALLED_AS not in frame.f_code.co_name  # around each module
     ]
     frame, line = (inside or frames)[-1]
     name, file = names.get(id(frame.f_locals.get("self")), "the model"), frame.f_code.co_filename
@@ -151,7 +151,7 @@ def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Whole ones, one after the other: all of them together may be too large for the device."""
     orders = orders_of(model)
-    notes = logging.getLogger("torch.distributed.tensor._redistribute")
+    notes = logging.getLogger(REDISTRIBUTION)
     level = notes.level
     notes.setLevel(logging.ERROR)  # that whole gradients are slow to gather matters once
     for name, weight in model.named_parameters():
@@ -228,7 +228,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is not typed 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if function.namespace in ("c10d", "_c10d_functional"):
+        if function.namespace in COLLECTIVES:
             name = function.__name__.replace("_", "")
             kind = next((kind for key, kind in _KINDS.items() if key in name), None)
             if kind:

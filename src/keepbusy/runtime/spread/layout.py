@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn import functional as differentiable
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from keepbusy.torch_names.distributed import FLATTEN_MESH
+from keepbusy.torch_names.pytorch import BatchNorm, tree_map
 
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Its name since PyTorch 2.13."""
@@ -97,7 +99,7 @@ def lay_out(shard: int, tensor: int | None) -> RankLayout:
         shape = {"data": ranks // tensor, "alone": 1, "tensor": tensor}
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     if tensor > 1 and ranks > tensor:
-        mesh[tuple(shape)[-2:]]._flatten()  # a norm over both takes one sum then, and not two
+        getattr(mesh[tuple(shape)[-2:]], FLATTEN_MESH)()  # a norm over both takes one sum then, and not two
     return RankLayout(shard, ranks // tensor, tensor, mesh, device)
 
 
@@ -164,7 +166,7 @@ def share(loader: Iterable[Any], layout: RankLayout) -> Any:
     return DataLoader(loader.dataset, batch_sampler=ShareSampler(sampler, layout), **options)
 
 
-class HostBatchNorm(nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]  # PyTorch is not typed here
+class HostBatchNorm(BatchNorm):  # type: ignore[misc]  # PyTorch is not typed here
     """What `SyncBatchNorm` is on a GPU, on the host."""
 
     process_group: Any
@@ -195,5 +197,5 @@ def synchronise(model: nn.Module, device: torch.device, group: Any) -> None:
     """The model's batch norms take their statistics over the ranks of the group from now on."""
     kind = nn.SyncBatchNorm if device.type == "cuda" else HostBatchNorm
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNorm):
             module.__class__, module.process_group = kind, group

@@ -39,6 +39,8 @@ from keepbusy.runtime.spread.layout import (
 )
 from keepbusy.runtime.spread.module_tree import TrainedNames, blocks_of, with_states
 from keepbusy.runtime.spread.tensor_parallel import TensorPlan
+from keepbusy.torch_names.distributed import broadcast_all
+from keepbusy.torch_names.pytorch import COMPILED, GRADIENT_HOOKS, foreach_copy
 
 LARGE = 4 << 20
 """Bytes from which a parameter is gathered by itself, where it lies; smaller ones are copied together and back."""
@@ -89,7 +91,7 @@ def _check_model(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
             raise ValueError(f"{name or 'the model'} is wrapped already, by {type(module).__name__}; spread wraps it")
-        if hasattr(module, "_orig_mod"):
+        if hasattr(module, COMPILED):
             raise ValueError("spread got a compiled model; spread it first, and compile what comes back")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -150,7 +152,7 @@ def _spread_over(layout: RankLayout, model: nn.Module, optimizer: Any, plan: Any
 
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if any(getattr(parameter, hooks, None) for hooks in GRADIENT_HOOKS):
             raise ValueError(
                 f"{name} has a hook on its gradient, which sharding would leave behind with the old parameter; "
                 "register it on a parameter of the model that spread returns"
@@ -164,7 +166,7 @@ def _place(module: nn.Module, device: torch.device) -> None:
     for tensor in held:
         tensor.data = tensor.data.to(device)
     if held:
-        dist._broadcast_coalesced(dist.group.WORLD, [tensor.detach() for tensor in held], 256 << 20, 0)
+        broadcast_all(dist.group.WORLD, [tensor.detach() for tensor in held], 256 << 20, 0)
 
 
 def _wrap(layout: RankLayout, model: nn.Module, proof: Example | None, placed: bool) -> tuple[nn.Module, str]:
@@ -273,12 +275,12 @@ class ShardedStates:
         sizes = [-(-whole.shape[0] // self._ranks) * (whole.numel() // whole.shape[0]) for whole in wholes]
         own = wholes[0].new_empty(sum(sizes))
         rows = [self._rows(whole).reshape(-1) for whole in wholes]
-        torch._foreach_copy_([part[: len(row)] for part, row in zip(own.split(sizes), rows, strict=True)], rows)
+        foreach_copy([part[: len(row)] for part, row in zip(own.split(sizes), rows, strict=True)], rows)
         gathered = own.new_empty(self._ranks * len(own))
         gather(gathered, own, group=self._mesh.get_group())
         parts = gathered.view(self._ranks, -1).split(sizes, dim=1)
         rows = [part.reshape(-1)[: whole.numel()].view_as(whole) for part, whole in zip(parts, wholes, strict=True)]
-        torch._foreach_copy_(wholes, rows)
+        foreach_copy(wholes, rows)
 
     def _saved(self, value: Any, whole: Tensor) -> Any:
         """Rows as a DTensor."""

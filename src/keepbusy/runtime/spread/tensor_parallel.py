@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from keepbusy.runtime.module_parts import own_weights
@@ -31,6 +30,7 @@ from keepbusy.runtime.spread.module_tree import (
     tied_parameters,
     without_dropout,
 )
+from keepbusy.torch_names.pytorch import tree_leaves, tree_map
 
 TOLERANCE = 1e-2
 """Of the norm: what a region may differ from the whole one. Sums in another order differ by 1e-6, with TF32 and

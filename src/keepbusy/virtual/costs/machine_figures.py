@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keepbusy.timeline.files import BadInput, typed
+from keepbusy.torch_names.pytorch import spin
 
 REPETITIONS = 5
 CALLS = 200
@@ -522,7 +523,7 @@ class _Rank:
         """Nanoseconds of a call, and of the host for it, without a first call, in which ranks wait for each other."""
         if self.cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(SLEEP)
+            spin(SLEEP)
         call()
         if self.cuda:
             begin.record()

@@ -13,10 +13,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from typing import Any
 
-import torch
+from keepbusy.torch_names.dispatcher import current_node, next_sequence_number
 
-_next_number = torch._C._autograd._get_sequence_nr
-_current_node = torch._C._current_autograd_node
 _UNNUMBERED = 1 << 63
 """The number of nodes that accumulate a gradient; they run on the stream that made the gradient."""
 _MOST_CHOICES = 1 << 16
@@ -46,7 +44,7 @@ class ForwardStreams:
         self.chosen_by_any_thread[device].add(stream)
         numbers = self.choices.numbers.setdefault(device, [0])
         streams = self.choices.streams.setdefault(device, [None])
-        number = _next_number()
+        number = next_sequence_number()
         if numbers[-1] == number:
             streams[-1] = stream
         elif streams[-1] != stream:
@@ -91,7 +89,7 @@ class BackwardStreams:
         choices = self._forward.choices
         if device in self._before_hook or device not in choices.numbers:
             return chosen
-        node = _current_node()
+        node = current_node()
         number = _UNNUMBERED if node is None else node._sequence_nr()
         stream = before = self.current.get(device, self._callers.get(device))
         if number < _UNNUMBERED:

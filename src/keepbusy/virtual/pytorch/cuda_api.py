@@ -17,9 +17,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
 from keepbusy.program.lines import warn_program
+from keepbusy.torch_names import dispatcher
+from keepbusy.torch_names.pytorch import flatten_tensors, unflatten_tensors
 from keepbusy.virtual.clock.captures import BEGINNING
 from keepbusy.virtual.cpp_hooks import CUDA_VERSION, CUDNN_VERSION, DEVICE_TYPE
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
@@ -278,17 +279,17 @@ def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buff
     results = [list(tensors)]
     for device in devices[1:]:
         copies: list[Tensor] = []
-        for group in _take_tensors(tensors, buffer_size):
-            (buffer,) = _broadcast(_flatten_dense_tensors(group), [device])
-            copies += [copy.data for copy in _unflatten_dense_tensors(buffer, group)]
-        results.append(list(_reorder_tensors_as(copies, tensors)))
+        for group in dispatcher.groups_of_tensors(tensors, buffer_size):
+            (buffer,) = _broadcast(flatten_tensors(group), [device])
+            copies += [copy.data for copy in unflatten_tensors(buffer, group)]
+        results.append(list(dispatcher.reorder_tensors(copies, tensors)))
     return results
 
 
 # Moving, resizing and loading storages, which PyTorch without CUDA can do for host memory only.
 
 _Storage = torch.UntypedStorage
-_resize, _clone, _size = _Storage.resize_, _Storage.clone, torch._C.StorageBase.nbytes
+_resize, _clone = _Storage.resize_, _Storage.clone
 _logical_sizes: dict[int, int] = {}
 """Sizes of storages that the program has shrunk. Their bytes are kept, since FSDP grows them again."""
 
@@ -308,13 +309,13 @@ def _clone_storage(storage: Any) -> Any:
 
 
 def _logical_size_of(storage: Any) -> int:
-    return _logical_sizes[storage._cdata] if storage._cdata in _logical_sizes else _size(storage)
+    return _logical_sizes[storage._cdata] if storage._cdata in _logical_sizes else dispatcher.storage_size(storage)
 
 
 def _resize_storage(storage: Any, size: int) -> Any:
     if storage.device.type != "cuda":
         return _resize(storage, size)
-    full_size = _size(storage)
+    full_size = dispatcher.storage_size(storage)
     if size > full_size:
         raise NotImplementedError("keepbusy's virtual GPU cannot grow a storage past its first size.")
     if size != _logical_size_of(storage):
@@ -358,7 +359,7 @@ def _numbers(stream: Stream) -> tuple[int, int, int]:
 
 
 _MAJOR, _MINOR = map(int, CUDA_VERSION.split("."))
-_native_config = torch._C._show_config()
+_native_config = dispatcher.build_settings()
 """PyTorch's description of its build. Later it would ask a library of CUDA that may be missing."""
 
 
@@ -483,8 +484,9 @@ def patch() -> None:
     native += [name for name in _ANSWERS["compiler"].split() if not hasattr(torch._C, name)]
     replace_everywhere(torch._C, {**{name: refusal(f"does not know torch._C.{name}") for name in native}, **_NATIVE})
     # else the profiler would try to record native events, and warn about each
-    recorded = torch._C._autograd._supported_activities() | {torch.profiler.ProfilerActivity.CUDA}
-    replace_everywhere(torch._C._autograd, {"_supported_activities": _constant(recorded)})
+    owner, name = dispatcher.SUPPORTED_ACTIVITIES
+    recorded = getattr(owner, name)() | {torch.profiler.ProfilerActivity.CUDA}
+    replace_everywhere(owner, {name: _constant(recorded)})
     replace_everywhere(cuda, _PYTHON)
     for module, name, value in (
         *((cuda.nvtx, name, 0) for name in ("range_push", "range_pop", "mark", "range_start", "range_end")),
@@ -498,7 +500,7 @@ def patch() -> None:
         setattr(module, name, _function_named(name, _constant(value)))
 
     torch.version.cuda = CUDA_VERSION
-    cuda._initialized = True  # else checkpointing does not restore the devices' random states
+    setattr(*dispatcher.HAS_BEGUN, True)  # else checkpointing does not restore the devices' random states
     cuda.default_generators = DEFAULTS.all()
     torch.Generator = GeneratorOfAnyDevice
     torch.Stream, torch.Event = Stream, Event

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from keepbusy.torch_names.dispatcher import input_liveness
 from keepbusy.virtual.clock.captures import Graph
 from keepbusy.virtual.device_memory import PoolId
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
@@ -78,9 +79,7 @@ class CUDAGraph:
             MACHINE.recording = Recording(arena, [DEFAULTS(self._device), *self._generators])
         self._recording = MACHINE.recording
         if check_input_liveness:
-            from torch.utils._cuda_debug import _CUDAGraphInputLivenessTracker
-
-            self._tracker = _CUDAGraphInputLivenessTracker()
+            self._tracker = input_liveness()
             self._tracker.start()
 
     def capture_end(self) -> None:

@@ -17,16 +17,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from pkgutil import resolve_name
 from threading import get_ident, local, main_thread
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils._device
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import _utils, dataloader
 
 from keepbusy.program import ENDED
 from keepbusy.program.lines import OURS, call_at_program
@@ -34,6 +33,9 @@ from keepbusy.program.patches import Patches, admit_scripts, when_imported
 from keepbusy.program.processes import KeptDescriptor, kept_pipe
 from keepbusy.timeline.frame_roles import LOADER_WITH_WORKERS, OWN_STEP
 from keepbusy.timeline.model import FrameKind
+from keepbusy.torch_names import hooks
+from keepbusy.torch_names.dispatcher import device_constructors
+from keepbusy.torch_names.distributed import FSDP_STATE, FSDP_STEPS, LOCAL_PART
 from keepbusy.virtual.clock.host_thread import BACKWARD_PASS
 from keepbusy.virtual.clock.real_time import HostTime
 from keepbusy.virtual.costs import figures
@@ -48,7 +50,7 @@ _LOADER = "enumerate(DataLoader)#"
 
 def patch(patches: Patches, measured: bool) -> None:
     admit_scripts(patches)
-    torch.utils._device._device_constructors()  # it remembers function objects: let it do so before they are wrapped
+    device_constructors()  # it remembers function objects: let it do so before they are wrapped
     for name in OPERATORS["factories"]:
         patches.wrap(torch, name, partial(_make, f"aten::{name}"))
     for name in OPERATORS["fills"]:
@@ -57,14 +59,14 @@ def patch(patches: Patches, measured: bool) -> None:
     patches.wrap(Tensor, "is_pinned", lambda _native, tensor, device=None: is_pinned(tensor))
     for name in ("new", "new_tensor"):
         patches.wrap(Tensor, name, _make_on_its_device)
-    patches.wrap(Tensor, "_reduce_ex_internal", _pickle)
+    patches.wrap(*hooks.PICKLE_TENSOR, _pickle)
     patches.wrap(Tensor, "record_stream", lambda _native, tensor, s: MACHINE.record_stream(tensor, s.lane))
     patches.wrap(torch.autograd.profiler.record_function, "__enter__", _enter_annotation)
     patches.wrap(torch.autograd.profiler.record_function, "__exit__", _leave_annotation)
     patches.replace(torch.nn.Module, "__call__", _calling)
-    for module in (torch.autograd.graph, torch.autograd):
-        patches.wrap(module, "_engine_run_backward", _run_backward)
-    patches.wrap(torch, "_is_all_true", _assume_check_passes)
+    for run_backward in hooks.RUN_BACKWARD:
+        patches.wrap(*run_backward, _run_backward)
+    patches.wrap(*hooks.CHECK_OF_ARGUMENTS, _assume_check_passes)
     patches.wrap(torch, "compile", _compile)
     patches.wrap(torch.nn.Module, "compile", _compile_module)
     ENDED.append(_mark_step)
@@ -284,38 +286,39 @@ _DURATION = struct.Struct("qqq")
 _PIPE: list[KeptDescriptor] = []
 _WORKERS: defaultdict[int, Worker] = defaultdict(Worker)
 """By process."""
-_native_loop: Callable[..., None] = _utils.worker._worker_loop
+_native_loop: Callable[..., None] = getattr(*hooks.WORKER_LOOP)
 
 
 def _patch_workers(patches: Patches, measured: bool) -> None:
     _PIPE[:] = kept_pipe() or ()
     for end in _PIPE:
         os.set_blocking(end.copy, False)
-    _utils.worker._worker_loop = run_worker  # no wrapper: spawned workers find it by its name
-    loader = dataloader._MultiProcessingDataLoaderIter
-    patches.wrap(loader, "_process_data", _deliver_batch if measured else _leave_out_batch)
+    setattr(*hooks.WORKER_LOOP, run_worker)  # no wrapper: spawned workers find it by its name
+    patches.wrap(*hooks.GIVE_BATCH, _deliver_batch if measured else _leave_out_batch)
     if measured:
-        patches.wrap(loader, "_try_put_index", _note_request)
+        patches.wrap(*hooks.ASK_FOR_BATCH, _note_request)
 
 
 def _note_request(native: Callable[..., Any], loader: Any) -> None:
-    batch = loader._send_idx
+    batch = hooks.batches_asked(loader)
     native(loader)
-    if loader._send_idx > batch:
-        _worker(loader, loader._task_info[batch][0]).ask(batch, MACHINE.clock.now())
+    if hooks.batches_asked(loader) > batch:
+        _worker(loader, hooks.tasks_of(loader)[batch][0]).ask(batch, MACHINE.clock.now())
 
 
 def _deliver_batch(native: Callable[..., Any], loader: Any, data: Any, number: int) -> Any:
     for process, batch, duration in _durations():
         _WORKERS[process].note_duration(batch, duration)
-    ready = _worker(loader, number).ready_time(loader._rcvd_idx - 1) if loader._in_order else None
+    ready = (
+        _worker(loader, number).ready_time(hooks.batches_received(loader) - 1) if hooks.gives_in_order(loader) else None
+    )
     MACHINE.clock.take_batch(_NEXT_BATCH, ready)
     return native(loader, data, number)
 
 
 def _leave_out_batch(native: Callable[..., Any], loader: Any, batch: Any, number: int) -> Any:
     if MACHINE.uncounted is not None:
-        MACHINE.uncounted.add_batches([duration for _, _, duration in _durations()], loader._num_workers)
+        MACHINE.uncounted.add_batches([duration for _, _, duration in _durations()], hooks.workers_of(loader))
     return native(loader, batch, number)
 
 
@@ -328,7 +331,7 @@ def _durations() -> Iterator[tuple[int, int, int]]:
 
 
 def _worker(loader: Any, number: int) -> Worker:
-    return _WORKERS[loader._workers[number].pid]
+    return _WORKERS[hooks.processes_of(loader)[number].pid]
 
 
 def run_worker(kind: Any, dataset: Any, requests: Any, results: Any, *rest: Any) -> None:
@@ -381,18 +384,15 @@ def patch_modelled(patches: Patches) -> None:
     """Model the host time of the calling thread, until the end."""
     HostOperatorCosts().__enter__()
     patches.wrap(time, "sleep", _sleep)
-    when_imported(f"{_FSDP}._fsdp_state", lambda: _wrap_hooks(patches))
+    when_imported(FSDP_STATE, lambda: _wrap_hooks(patches))
 
 
 PYTHON = figures("python")
-_FSDP = "torch.distributed.fsdp._fully_shard"
 
 
 def _wrap_hooks(patches: Patches) -> None:
-    state, group = (sys.modules[f"{_FSDP}.{name}"] for name in ("_fsdp_state", "_fsdp_param_group"))
-    for name in ("_pre_forward", "_post_forward", "_pre_backward", "_root_post_backward_final_callback"):
-        patches.wrap(state.FSDPState, name, _with_python)
-    patches.wrap(group.FSDPParamGroup, "post_backward", _with_python)
+    for kind, name in FSDP_STEPS:
+        patches.wrap(resolve_name(kind), name, _with_python)
 
 
 def _with_python(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -440,7 +440,7 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
         first = args[0] if args else None
         if isinstance(first, list) and first:
             first = first[0]
-        with PythonCalls() if hasattr(first, "_local_tensor") else nullcontext():  # of DTensors
+        with PythonCalls() if hasattr(first, LOCAL_PART) else nullcontext():  # of DTensors
             if is_unread and name in OPERATORS["initialise"] and target.nbytes > CARRIED_SIZE:
                 result = target  # drawing a billion numbers takes seconds, and their memory is gigabytes
             else:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from keepbusy.timeline.model import NONE, Direction
+from keepbusy.torch_names import dispatcher
 from keepbusy.virtual.clock.order import Command
 from keepbusy.virtual.costs.operator_costs import law_of
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
@@ -43,7 +44,7 @@ _INTEGERS_OR_TRUTHS = frozenset([int, bool])
 _RENEWING = ("training", "train", "use_input_stats")
 _NO_TENSORS = -2
 _NOT_PLAIN: tuple[None, int, list[Any]] = (None, NONE, [])
-HOST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+HOST_KEYS = dispatcher.DispatchKeySet(dispatcher.DispatchKey.CPU)
 
 
 def _writes(argument: Any) -> bool:
@@ -156,10 +157,10 @@ class Kernel:
     """An overload on the virtual device. `on_host`: computes it on the host, in place of PyTorch's own kernel."""
 
     def __init__(
-        self, overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None, dense: bool = True
+        self, overload: dispatcher.OpOverload, on_host: Callable[..., Any] | None = None, dense: bool = True
     ) -> None:
-        self.overload, self.on_host, self.native = overload, on_host, overload._op
-        schema, packet = overload._schema, overload._overloadpacket
+        self.overload, self.on_host, self.native = overload, on_host, dispatcher.builtin_of(overload)
+        schema, packet = dispatcher.schema_of(overload), dispatcher.packet_of(overload)
         short = schema.name.split("::")[1]
         self.name, self.short = schema.name, short
         places = list(enumerate(schema.arguments))
@@ -182,8 +183,8 @@ class Kernel:
         self.shapes = tuple(self.named_shapes.values())
         """Whether shapes may depend on each argument; for plain numbers only the type counts."""
         self.is_random = torch.Tag.nondeterministic_seeded in overload.tags and short not in OPERATORS["draw_nothing"]
-        has_scalar = overload._overloadname == "Tensor" and "Scalar" in packet.overloads()
-        self.scalar = packet.Scalar._op if has_scalar else None  # as `mul.Scalar` for `mul.Tensor`
+        has_scalar = dispatcher.variant_of(overload) == "Tensor" and "Scalar" in packet.overloads()
+        self.scalar = dispatcher.builtin_of(packet.Scalar) if has_scalar else None  # as `mul.Scalar` for `mul.Tensor`
         self.is_plain = dense and short not in _WAITING | _INDEXING
         self.is_product = law_of(short).depends_on_precision
         self.is_quick_in_float = short in OPERATORS["products"] and "out_dtype" not in self.arguments
@@ -383,7 +384,7 @@ class Kernel:
         """The function to call. Only the packet accepts a number that the dispatcher has unpacked from a tensor."""
         for place in self.tensors:
             if place < len(args) and isinstance(args[place], _NUMBERS):
-                return self.scalar if self.scalar is not None and place == 1 else self.overload._overloadpacket
+                return self.scalar if self.scalar is not None and place == 1 else dispatcher.packet_of(self.overload)
         if self.is_quick_in_float and any(
             isinstance(argument, Tensor) and argument.dtype in _slow_types() for argument in args
         ):
@@ -618,14 +619,14 @@ def _batch_norm_backward_elemt(
 
 def _dropout(tensor: Tensor, p: float, train: bool | None, *, generator: Any = None) -> Any:
     if train is False or p in (0, 1):
-        return _aten.native_dropout.default._op(tensor, p, train)
+        return dispatcher.builtin_of(_aten.native_dropout.default)(tensor, p, train)
     noise = _aten.bernoulli_.float(_aten.empty_like.default(tensor), 1 - p, generator=generator).div_(1 - p)
     return tensor * noise, noise != 0
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
     if not scale:
-        return _aten.native_dropout_backward.default._op(gradient, mask, scale)
+        return dispatcher.builtin_of(_aten.native_dropout_backward.default)(gradient, mask, scale)
     return gradient * mask.to(gradient.dtype).div_(1 / scale)
 
 

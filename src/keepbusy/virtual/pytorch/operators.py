@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from keepbusy.program.patches import Patches, when_imported
 from keepbusy.timeline.model import Direction
+from keepbusy.torch_names import dispatcher
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
 from keepbusy.virtual.pytorch import OPERATORS, cuda_api, pinned_uses, randomness, refusal
 from keepbusy.virtual.pytorch.kernels import CELLS, HOST_KEYS, ON_HOST, Kernel, adopt
@@ -96,11 +97,11 @@ def refuse_triton(patches: Patches) -> None:
 
 def _registered(key: str) -> set[str]:
     """Operators of PyTorch's own library that have a kernel for a dispatch key."""
-    names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    names: list[str] = dispatcher.operators_with_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-def _overload_named(name: str) -> torch._ops.OpOverload | None:
+def _overload_named(name: str) -> dispatcher.OpOverload | None:
     """An overload by its full name, as `aten::add.Tensor`; None if this version lacks it."""
     base, _, variant = name.removeprefix("aten::").partition(".")
     try:
@@ -111,7 +112,7 @@ def _overload_named(name: str) -> torch._ops.OpOverload | None:
 
 @cache
 def _dense_kernels() -> dict[str, Callable[..., Any]]:
-    names = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    names = {name.removeprefix("aten::") for name in dispatcher.all_operators() if name.startswith("aten::")}
     with_kernel = {*_registered("CPU"), *_registered("CUDA"), *OPERATORS["kept_together"], *ON_HOST}
     with_kernel |= {name for name in names if name.startswith(("_foreach_", "_fused_"))}
     kernels: dict[str, Callable[..., Any]] = {}
@@ -126,7 +127,7 @@ def _dense_kernels() -> dict[str, Callable[..., Any]]:
         elif name in OPERATORS["views"]:
             kernels[name] = _native(overload, HOST_KEYS)
         elif name in with_kernel:
-            aliases = [result.alias_info for result in overload._schema.returns]
+            aliases = [result.alias_info for result in dispatcher.schema_of(overload).returns]
             if all(alias is None or alias.is_write for alias in aliases):  # others return views
                 kernels[name] = _kernel(overload)
     return kernels
@@ -145,9 +146,9 @@ def _sparse_kernels() -> dict[str, Callable[..., Any]]:
     return {name: natives.get(name) or Kernel(overload, dense=False) for name, overload in overloads.items()}
 
 
-def _native(overload: Any, keys: torch._C.DispatchKeySet) -> Callable[..., Any]:
+def _native(overload: Any, keys: Any) -> Callable[..., Any]:
     """PyTorch's own kernel for the host, on tensors of the device."""
-    native = partial(overload._handle.redispatch_boxed, keys)
+    native = partial(dispatcher.handle_of(overload).redispatch_boxed, keys)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         host = MACHINE.pause()
@@ -160,12 +161,12 @@ def _native(overload: Any, keys: torch._C.DispatchKeySet) -> Callable[..., Any]:
     return run
 
 
-def _kernel(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def _kernel(overload: dispatcher.OpOverload) -> Callable[..., Any]:
     """A kernel that uses the host's kernel or its replacement; without either, a refusal by name."""
-    name = overload._schema.name
-    full = f"{name}.{overload._overloadname}" if overload._overloadname != "default" else name
+    name = dispatcher.schema_of(overload).name
+    full = f"{name}.{dispatcher.variant_of(overload)}" if dispatcher.variant_of(overload) != "default" else name
     on_host = ON_HOST.get(full.removeprefix("aten::"))
-    if on_host is None and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(full, "CPU"):
+    if on_host is None and not dispatcher.has_kernel(full, "CPU"):
         return refusal(f"cannot run {full}: PyTorch has it for CUDA alone")
     kernel = Kernel(overload, on_host)
     return _with_indices_on_device(kernel) if kernel.short in OPERATORS["indexing"] else kernel
@@ -195,7 +196,7 @@ def _refusal_of_layout(layout: str, name: str) -> Callable[..., Any]:
 
 
 def _refuse_any(layout: str) -> Callable[..., Any]:
-    return lambda overload, *_args, **_kwargs: _refusal_of_layout(layout, overload._schema.name)()
+    return lambda overload, *_args, **_kwargs: _refusal_of_layout(layout, dispatcher.schema_of(overload).name)()
 
 
 # Copies between host and device, reads, as in `.item()`, `bool`, `float` and `print`, and empty memory.
@@ -251,8 +252,8 @@ def _host_values(tensor: Tensor, recording: Recording | None) -> Tensor:
     if not tensor.is_cuda:
         return tensor
     host = to_host(tensor) if recording is None else MACHINE.lasting(tensor)
-    host = torch._conj(host) if tensor.is_conj() else host
-    return torch._neg_view(host) if tensor.is_neg() else host
+    host = dispatcher.conjugate_view(host) if tensor.is_conj() else host
+    return dispatcher.negative_view(host) if tensor.is_neg() else host
 
 
 def _send(target: Tensor, source: Tensor, size: int, non_blocking: bool, place: int) -> None:
@@ -526,7 +527,7 @@ def _placed(value: Any, replacements: Iterator[Tensor]) -> Any:
     return map_tensors(lambda tensor: next(replacements) if tensor.is_cuda else tensor, value)
 
 
-def _as_one(overload: torch._ops.OpOverload, on_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def _as_one(overload: dispatcher.OpOverload, on_host: Callable[..., Any] | None = None) -> Callable[..., Any]:
     kernel = Kernel(overload, on_host)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -544,7 +545,10 @@ def _attention(
     host_inputs = [to_host(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in (query, key, value)]
     mask = None if attn_mask is None else to_host(attn_mask.detach()).requires_grad_(attn_mask.requires_grad)
     flash = 1
-    if torch._fused_sdp_choice(*host_inputs, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa) != flash:
+    if (
+        dispatcher.attention_choice(*host_inputs, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        != flash
+    ):
         return _attention_as_one(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from keepbusy.timeline.model import Direction
+from keepbusy.torch_names.dispatcher import ENGINE, current_node
+from keepbusy.torch_names.distributed import GROUPS, LOG_OF_DDP, Work
 from keepbusy.virtual.clock.captures import Moment
 from keepbusy.virtual.costs import figures
 from keepbusy.virtual.costs.device import crossings
@@ -85,10 +86,10 @@ class Handle(Work):
     def get_future(self) -> Any:
         """A future, for which C++ waits at the end of the backward pass without a call of ours, so a callback is queued
         before that. At the end of the pass itself nothing can be queued any more."""
-        if torch._C._current_autograd_node() is None:
+        if current_node() is None:
             self._hold_up()
         with contextlib.suppress(RuntimeError):  # outside of a backward pass the caller waits itself
-            torch.autograd.Variable._execution_engine.queue_callback(self._hold_up)
+            ENGINE.queue_callback(self._hold_up)
         return self.future
 
 
@@ -135,7 +136,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
     @cached_property
     def _hosts(self) -> int:
         """The number of hosts of its ranks."""
-        ranks, per_host = dist.distributed_c10d._world.pg_group_ranks.get(self), MACHINE.device.wire.devices
+        ranks, per_host = GROUPS.pg_group_ranks.get(self), MACHINE.device.wire.devices
         return len({rank // per_host for rank in ranks}) if ranks else -(-self.members // per_host)
 
     def getBackendName(self) -> str:  # noqa: N802  # PyTorch's name
@@ -148,7 +149,7 @@ class VirtualGroup(dist.ProcessGroup):  # type: ignore[misc]  # PyTorch is not t
 
     @property
     def pg_name(self) -> str:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        return str(GROUPS.pg_names[self])
 
     group_name = pg_name
 
@@ -505,7 +506,7 @@ def patch() -> None:
     atexit.register(_see_messages_off)
     os.register_at_fork(after_in_child=_posted.clear)
     # DDP's logger reads native CUDA timers
-    torch._C._distributed_c10d.Logger.set_runtime_stats_and_log = lambda _self: None
+    setattr(*LOG_OF_DDP, lambda _self: None)
     hide_native_timer()
 
 

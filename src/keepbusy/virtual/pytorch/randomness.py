@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch._C import Generator as HostGenerator
 
+from keepbusy.torch_names.dispatcher import HostGenerator
 from keepbusy.virtual.machine import CURRENT, MACHINE
 from keepbusy.virtual.pytorch import refusal
 from keepbusy.virtual.random_states import STATES, STEP, WORD, RandomState, put_state, seed_host, state_of

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepbusy.torch_names.dispatcher import without_autocast, without_dispatch_modes, without_function_modes
 from keepbusy.virtual.pytorch.tensors import tensors_in
 from keepbusy.virtual.random_states import put_state, state_of
 
@@ -157,10 +158,9 @@ class Recording:
         """Play the steps not played since `begin`: all, or those before step `until`."""
         steps = self._steps[self._played : until]
         self._played += len(steps)
-        c = torch._C  # the program's own modes do not see the device's work
-        with (
+        with (  # the program's own modes do not see the device's work
             torch.inference_mode(False), torch.no_grad(),
-            c._DisableTorchDispatch(), c._DisableAutocast(), c.DisableTorchFunction(),
+            without_dispatch_modes(), without_autocast(), without_function_modes(),
         ):  # fmt: skip
             for step in steps:
                 step()

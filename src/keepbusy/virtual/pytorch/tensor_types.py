@@ -11,10 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._device
 from torch import Tensor
 
 from keepbusy.program.patches import Patches
+from keepbusy.torch_names.dispatcher import (
+    DEFAULT_DEVICE,
+    DEVICE_OF_MODE,
+    SET_DEFAULT_TYPE,
+    TENSOR_TYPES,
+    device_constructors,
+)
 
 
 class TensorType(type):
@@ -64,11 +70,11 @@ _OF_TENSORS = ("tensor", "as_tensor", "normal")
 
 def patch(patches: Patches) -> None:
     """Add the types to `torch.cuda`, and let functions that make tensors use the default type."""
-    for on_host in [kind for kind in torch._tensor_classes if kind.__module__ == "torch"]:
+    for on_host in [kind for kind in TENSOR_TYPES if kind.__module__ == "torch"]:
         setattr(torch.cuda, on_host.__name__, TensorType.of(on_host))
-    patches.wrap(torch._C, "_set_default_tensor_type", _set_default)
-    patches.wrap(torch._C, "_get_default_device", lambda native: "cuda" if Default.is_device else native())
-    makers = {function.__name__ for function in torch.utils._device._device_constructors()}
+    patches.wrap(*SET_DEFAULT_TYPE, _set_default)
+    patches.wrap(*DEFAULT_DEVICE, lambda native: "cuda" if Default.is_device else native())
+    makers = {function.__name__ for function in device_constructors()}
     for name in makers - {"asarray"}:  # PyTorch makes that on the host
         is_fft = name.startswith("fft_")
         patches.wrap(torch.fft if is_fft else torch, name.removeprefix("fft_"), partial(_make, name))
@@ -86,7 +92,7 @@ def _set_default(native: Callable[..., Any], kind: Any) -> None:
 
 def _make(name: str, native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     says_where = kwargs.get("device") is not None or kwargs.get("out") is not None
-    if not Default.is_device or says_where or torch.utils._device.CURRENT_DEVICE is not None:
+    if not Default.is_device or says_where or getattr(*DEVICE_OF_MODE) is not None:
         return native(*args, **kwargs)
     if name in _OF_TENSORS and any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
         return native(*args, **kwargs)

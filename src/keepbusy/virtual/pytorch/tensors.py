@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from keepbusy.torch_names.dispatcher import DispatchKey, DispatchKeySet, from_capsule, to_capsule
+
 # Device tensors over host memory.
 #
 # A DLPack capsule names its device in one word. With another word it makes a tensor of another device over the same
@@ -27,7 +29,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 _HOST_WORD, _CUDA_WORD = 1, 2  # DLDevice: {int32 type, int32 number}
 _DEVICE_AT = 8  # its offset in DLManagedTensor, after the data pointer
 
-_to_capsule, _from_capsule = torch._C._to_dlpack, torch._C._from_dlpack
 _word_at = ctypes.c_int64.from_address
 _pointer = ctypes.PyDLL(None).PyCapsule_GetPointer
 _pointer.restype = ctypes.c_void_p
@@ -36,9 +37,9 @@ _pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 def to_host(tensor: Tensor) -> Tensor:
     """A host tensor over the same memory, without conjugate and negative bits, as kernels below those keys expect."""
-    capsule = _to_capsule(tensor)
+    capsule = to_capsule(tensor)
     _word_at(_pointer(capsule, b"dltensor") + _DEVICE_AT).value = _HOST_WORD
-    return _from_capsule(capsule)
+    return from_capsule(capsule)
 
 
 def to_device(tensor: Tensor, index: int) -> Tensor:
@@ -49,9 +50,9 @@ def to_device(tensor: Tensor, index: int) -> Tensor:
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    capsule = _to_capsule(tensor)
+    capsule = to_capsule(tensor)
     _word_at(_pointer(capsule, b"dltensor") + _DEVICE_AT).value = _CUDA_WORD | index << 32
-    return _from_capsule(capsule)
+    return from_capsule(capsule)
 
 
 def map_tensors(function: Any, value: Any) -> Any:
@@ -72,7 +73,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 # Sparse tensors (COO) consist of two dense ones.
 
-SPARSE_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+SPARSE_KEYS = DispatchKeySet(DispatchKey.SparseCPU)
 _aten = torch.ops.aten
 
 
