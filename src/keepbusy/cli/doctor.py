@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> Iterable[str]:
         return _examined(settings, options.ranks, options.save)
     if options.save or wants_links:
         raise BadInput(f"there is nothing to {f'write into {options.save}' if options.save else 'measure'}: {missing}")
-    return "\n".join([f"keepbusy doctor · {_software()}", "", missing, "", *_harm_lines(settings), ""])
+    return "\n".join([f"keepbusy doctor · {_software()}", "", missing, "", *_harm_lines(settings), *internals(), ""])
 
 
 def _missing() -> str:
@@ -111,7 +111,7 @@ def _examined(settings: list[Harm], wanted_ranks: int | None, path: Path | None)
         yield from link_tables(links)
         flags_of_rank = set(flags(os.environ))  # `link_harms` names them with the ranks that have them
         settings = [*(harm for harm in settings if harm not in flags_of_rank), *link_harms(links)]
-    yield "\n" + "\n".join([*_harm_lines(settings), ""])
+    yield "\n" + "\n".join([*_harm_lines(settings), *internals(), ""])
     if path:
         write_whole(path, device_file(machine, links, gpus))
         plan = f"keepbusy plan --gpus {ranks}" if links else "keepbusy run"
@@ -161,6 +161,20 @@ def _harm_lines(settings: list[Harm]) -> list[str]:
     if not settings:
         return ["Nothing is set here that makes a GPU wait."]
     return [f"!  {harm.what}: {harm.remedy}." for harm in settings]
+
+
+def internals() -> Iterator[str]:
+    """Whether this PyTorch and Python have the internals that keepbusy uses, and what is lost where they do not."""
+    if find_spec("torch") is None:
+        return
+    from keepbusy.torch_names import probe_all
+
+    count, findings = probe_all()
+    if not findings:
+        yield f"PyTorch's internals: {count} names looked up, all as expected."
+    else:
+        yield f"PyTorch's internals: {count} names looked up, {len(findings)} not as expected."
+        yield from (f"!  {finding}." for finding in findings)
 
 
 # Settings of a machine that make a GPU wait: debug flags, too few cores, lowered clocks
