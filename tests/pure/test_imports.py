@@ -189,7 +189,7 @@ LINES = {
     "timeline": 3299,
     "traces": 2363,
     "program": 3373,
-    "torch_names": 667,
+    "torch_names": 681,
     "log": 3244,
     "virtual": 10067,
     "causes": 1618,

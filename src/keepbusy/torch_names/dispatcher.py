@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from typing import Any
+
 import torch
 import torch.utils._device
 from torch._C import Generator as HostGenerator
@@ -45,7 +48,18 @@ _NO_REPLAY = "CUDA graphs do not replay on the virtual GPU"
 without_dispatch_modes = look_up("torch._C:_DisableTorchDispatch", _NO_REPLAY)
 without_autocast = look_up("torch._C:_DisableAutocast", _NO_REPLAY)
 without_function_modes = look_up("torch._C:DisableTorchFunction", _NO_REPLAY)
-input_liveness = later("torch.utils._cuda_debug:_CUDAGraphInputLivenessTracker", "captures do not check their inputs")
+_TRACKER, _NO_TRACKER = "torch.utils._cuda_debug:_CUDAGraphInputLivenessTracker", "captures do not check their inputs"
+_POOLS = ("capture_pool", "capture_pools")
+"""What the check takes: one pool, or a list since PyTorch 2.15."""
+input_liveness = later(_TRACKER, _NO_TRACKER)
+register(f"{_TRACKER}.check_alive", _NO_TRACKER, lambda check: [*signature(check).parameters][1] in _POOLS)
+
+
+def check_inputs_alive(tracker: Any, pool: Any) -> None:
+    """Raise where an input of a graph has died; `tracker`: from `input_liveness`."""
+    takes_many = _POOLS[1] in signature(tracker.check_alive).parameters
+    tracker.check_alive([pool] if takes_many else pool)
+
 
 # Autograd: which operation goes backward now.
 

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from keepbusy.torch_names.dispatcher import input_liveness
+from keepbusy.torch_names.dispatcher import check_inputs_alive, input_liveness
 from keepbusy.virtual.clock.captures import Graph
 from keepbusy.virtual.device_memory import PoolId
 from keepbusy.virtual.machine import CURRENT, MACHINE, DeviceCall
@@ -132,7 +132,7 @@ class CUDAGraph:
                 "be captured, please file an issue. Current cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
             )
         if self._tracker is not None:
-            self._tracker.check_alive(self.pool())
+            check_inputs_alive(self._tracker, self.pool())
         if not self._ready:
             self.instantiate()
         with DeviceCall("cudaGraphLaunch") as place:
