@@ -449,7 +449,7 @@ def test_a_long_run_is_counted_to_its_end_where_calls_are_left_out(parts: Path, 
     the thread that looks on has left some out, however late it comes."""
     script = """
     from keepbusy.log import program_log
-    program_log._WHOLE_BYTES = program_log._STRETCH_BYTES = 1 << 20
+    program_log._WHOLE_BYTES = program_log._PORTION_BYTES = 1 << 20
     thin, thinned = hostlog.thin, []
     hostlog.thin = lambda on: (thin(on), thinned.append(on))
     log, why = program_log.start(folder)

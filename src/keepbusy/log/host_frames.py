@@ -1,4 +1,4 @@
-"""Where the program was while it ran: the lines, annotations and operators around its calls and between them."""
+"""Frames of the program: the lines, annotations and operators around its calls and between them."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from keepbusy.timeline.frame_roles import tells_purpose
 from keepbusy.timeline.model import NONE, FrameKind, Frames, Ints, Mask, Table, column
 
 Entry = tuple[FrameKind, str]
-"""A frame as it is written: a line, an annotation or an operator."""
+"""A frame as it is shown: a line, an annotation or an operator."""
 Chain = tuple[Entry, ...]
-"""From the outside in."""
+"""Frames from the outside in."""
 NOWHERE = 0
-"""The chain of a call of which nobody knows the place."""
+"""The chain of a call whose place is unknown."""
 Noted = tuple[tuple[int, int], ...]
-"""What goes on: numbers of notes, each with that of the stack that it was made from."""
+"""Open annotations: the number of each note, and that of the stack it was made from."""
 
 
 class SourceLines:
-    """Stacks as chains of lines: the program's own, those of libraries that loop, and of others the innermost line and
-    the outermost that tells what it is for."""
+    """Turns stacks into chains of lines: the program's own, those of library code with a loop, and of other libraries
+    the innermost line and the outermost one that shows its purpose."""
 
     def __init__(self, codes: CodeObjects) -> None:
         self._codes = codes
         self.of_name: dict[str, tuple[CodeType, int]] = {}
-        """Of each line as it is written: its code, and its number."""
+        """The code and the line number of each line by its text."""
 
     def of_stack(self, stack: Sequence[StackFrame]) -> Chain:
         """`stack`: innermost first."""
         return tuple(self._entry(frame) for frame in reversed([*self._kept(stack)]))
 
     def code_lines(self, chain: Sequence[StackFrame]) -> tuple[tuple[CodeType, int], ...]:
-        """`chain`: outermost first; kept of it is what is kept of a stack."""
+        """The lines that `of_stack` keeps. `chain`: outermost first."""
         return tuple((self.code(frame), frame.line) for frame in reversed([*self._kept(chain[::-1])]))
 
     def of_sample(self, chain: Sequence[StackFrame]) -> Chain:
-        """`chain`: outermost first, of the program's lines already."""
+        """`chain`: outermost first, with only lines that are kept."""
         return tuple(map(self._entry, chain))
 
     def _kept(self, stack: Sequence[StackFrame]) -> Iterator[StackFrame]:
@@ -73,9 +73,9 @@ class SourceLines:
 
     def _entry(self, frame: StackFrame) -> Entry:
         code = self.code(frame)
-        written = f"{shown(frame.file)}({frame.line}): {code.co_name}"
-        self.of_name[written] = code, frame.line
-        return FrameKind.LINE, written
+        text = f"{shown(frame.file)}({frame.line}): {code.co_name}"
+        self.of_name[text] = code, frame.line
+        return FrameKind.LINE, text
 
 
 class Chains:
@@ -89,11 +89,11 @@ class Chains:
         self._beneath: dict[tuple[int, int], int] = {}
 
     def number(self, chain: Chain) -> int:
-        found = self._numbers.get(chain)
-        if found is None:
-            found = self._numbers[chain] = len(self.known)
+        number = self._numbers.get(chain)
+        if number is None:
+            number = self._numbers[chain] = len(self.known)
             self.known.append(chain)
-        return found
+        return number
 
     def of_call(self, stack: int, noted: Noted, operators: Operators) -> int:
         if not stack:
@@ -102,7 +102,7 @@ class Chains:
         return self.number((*self.annotated(self._of(stack), noted), *names))
 
     def annotated(self, lines: Chain, noted: Noted) -> Chain:
-        """With what goes on there: each annotation stands within the lines that it shares with where it began."""
+        """The lines with open annotations: each is inside the lines that it shares with the stack where it began."""
         chain, reached = list[Entry](), 0
         for number, stack in noted:
             upto = max(reached, in_common(lines, self._of(stack)))
@@ -111,8 +111,8 @@ class Chains:
         return (*chain, *lines[reached:])
 
     def beneath(self, stack: int, noted: Noted) -> int:
-        """The stack of what PyTorch's own threads call, perhaps in Python, beneath that which waits for a backward
-        pass. New stacks have numbers below 0."""
+        """The stack of a call in PyTorch's own threads, put on top of the stack that waits for the backward pass. New
+        stacks have numbers below 0."""
         waiting = next((waits for number, waits in reversed(noted) if self._name(number) == BACKWARD_PASS), 0)
         if not stack or not waiting:
             return stack or waiting
@@ -122,52 +122,52 @@ class Chains:
         return number
 
     def _name(self, note: int) -> str:
-        """Of a process that was killed, the latest are not known."""
+        """The latest names are missing if the process was killed."""
         return self._notes[note] if note < len(self._notes) else "annotation"
 
     def _of(self, stack: int) -> Chain:
-        found = self._of_stack.get(stack)
-        if found is None:
-            found = self._of_stack[stack] = self._lines.of_stack(self._stacks.get(stack, ()))
-        return found
+        chain = self._of_stack.get(stack)
+        if chain is None:
+            chain = self._of_stack[stack] = self._lines.of_stack(self._stacks.get(stack, ()))
+        return chain
 
 
 class Piece(NamedTuple):
-    """Until when the host was in a chain."""
+    """A part of the time between two calls, with its end and its chain."""
 
     until: float
     chain: Chain | None
-    """None: in the lines of the call that comes next."""
+    """None for the lines of the next call."""
 
 
 class SamplesBetweenCalls:
-    """What the host did between two calls: where it was for long, the samples within; else all that were between calls
-    from the same lines."""
+    """What the host did between two calls: the samples within that time if it was long, or else all samples between
+    calls from the same lines."""
 
     def __init__(
         self, times: Ints, chains: Sequence[Chain], begins: Ints, ends: Ints, kinds: Sequence[tuple[int, int]]
     ) -> None:
-        """`begins`, `ends`, `kinds`: of the times between calls, from when to when, and between which stacks."""
+        """`begins`, `ends` and `kinds` describe the times between calls; a kind is the pair of stacks of both calls."""
         self._times, self._chains = times, chains
-        found = defaultdict[tuple[int, int], list[tuple[float, Chain]]](list)
+        by_kind = defaultdict[tuple[int, int], list[tuple[float, Chain]]](list)
         gaps = np.searchsorted(begins, times, side="right") - 1
         for sample, gap in enumerate(gaps.tolist()):
             if gap >= 0 and begins[gap] < times[sample] < ends[gap]:
                 share = float((times[sample] - begins[gap]) / (ends[gap] - begins[gap]))
-                found[kinds[gap]].append((share, chains[sample]))
-        self.of_kind = {kind: self._shares(samples) for kind, samples in found.items()}
+                by_kind[kinds[gap]].append((share, chains[sample]))
+        self.of_kind = {kind: self._shares(samples) for kind, samples in by_kind.items()}
 
     @staticmethod
     def _shares(samples: Sequence[tuple[float, Chain]]) -> list[tuple[float, Chain]]:
-        """Until which share of the time the program was in each."""
-        places = defaultdict[Chain, list[float]](list)
+        """Chains in their mean order, each with the share of the time at which it ends."""
+        shares_of = defaultdict[Chain, list[float]](list)
         for share, chain in samples:
-            places[chain].append(share)
-        reached, found = 0.0, list[tuple[float, Chain]]()
-        for chain, shares in sorted(places.items(), key=lambda item: sum(item[1]) / len(item[1])):
+            shares_of[chain].append(share)
+        reached, ends = 0.0, list[tuple[float, Chain]]()
+        for chain, shares in sorted(shares_of.items(), key=lambda item: sum(item[1]) / len(item[1])):
             reached += len(shares) / len(samples)
-            found.append((reached, chain))
-        return found
+            ends.append((reached, chain))
+        return ends
 
     def count(self, begins: Ints, ends: Ints) -> Ints:
         return np.searchsorted(self._times, ends) - np.searchsorted(self._times, begins)
@@ -188,7 +188,7 @@ class SamplesBetweenCalls:
 def with_operators(
     pieces: Sequence[Piece], operators: Sequence[OperatorBetweenCalls], begin: float, end: float, otherwise: Chain
 ) -> Iterator[tuple[Piece, int]]:
-    """Each piece with the operators that ran then and called nothing, and how many of its frames are lines."""
+    """The pieces, divided by operators that ran then without a call, and how many frames of each of these are lines."""
     reached = begin
     for operator in operators:
         first, last = (begin + (end - begin) * share for share in (operator.begin, operator.end))
@@ -208,23 +208,23 @@ def with_operators(
 
 @dataclass(frozen=True, eq=False)
 class Visits(Table):
-    """Where a thread was, one after the other; what two in a row share has not ended in between."""
+    """The places of a thread in order. Frames that two consecutive visits share did not end in between."""
 
     chain: Ints = column(np.int64)
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
     shared_at_most: Ints = column(np.int64)
-    """So many frames may be those of the visit before, the outermost."""
+    """How many of its outermost frames may be those of the visit before."""
     is_exact: Mask = column(np.bool_)
-    """Whether a call tells of it, else a sample."""
+    """Whether it is known from a call, not only from a sample."""
 
     def kept(self, chains: Sequence[Chain]) -> Ints:
-        """How many frames of the visit before go on in each."""
+        """How many frames of the visit before each visit goes on with."""
         lengths = np.array([len(chain) for chain in chains], np.int64)
         before = np.concatenate([[NOWHERE], self.chain[:-1]])
         pairs, which = np.unique(before * len(chains) + self.chain, return_inverse=True)
-        both = (divmod(pair, len(chains)) for pair in pairs.tolist())
-        common = [in_common(chains[first], chains[second]) for first, second in both]
+        indices = (divmod(pair, len(chains)) for pair in pairs.tolist())
+        common = [in_common(chains[first], chains[second]) for first, second in indices]
         kept = np.minimum(np.array(common, np.int64)[which], np.minimum(self.shared_at_most, lengths[self.chain]))
         # what a sample has opened, a call does not go on with
         after_sample = np.flatnonzero(self.is_exact[1:] & ~self.is_exact[:-1]) + 1
@@ -237,14 +237,14 @@ class Visits(Table):
 
 
 def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], lane: int) -> tuple[Frames, Mask, Ints]:
-    """Frames of a lane, in the order in which they open; whether a call tells of each; and the innermost frame of each
-    visit. `names`: their numbers, which new ones join."""
+    """The frames of a lane in the order in which they open, whether each is exact, and the innermost frame of each
+    visit. New names are added to `names`."""
     kept = visits.kept(chains)
     lengths = np.array([len(chain) for chain in chains], np.int64)[visits.chain]
     depths = range(int(lengths.max(initial=0)))
     changes = [np.flatnonzero(kept <= depth) for depth in depths]
     opens = [rows[lengths[rows] > depth] for depth, rows in enumerate(changes)]
-    # the visit with which a frame ends that opens there
+    # the last visit of each frame that opens there
     last = [np.append(rows[1:], len(kept))[lengths[rows] > depth] - 1 for depth, rows in enumerate(changes)]
     nothing = np.zeros(0, np.int64)
     visit, until = (np.concatenate([nothing, *column]) for column in (opens, last))
@@ -254,12 +254,12 @@ def frames_of(visits: Visits, chains: Sequence[Chain], names: dict[str, int], la
     place[order] = np.arange(len(order))
     firsts = np.concatenate([[0], np.cumsum([len(rows) for rows in opens])]).astype(np.int64)
     parent, innermost = np.full(len(order), NONE, np.int64), np.full(len(kept), NONE, np.int64)
-    for at in depths:
-        rows = place[firsts[at] : firsts[at + 1]]
-        if at:
-            parent[rows] = place[firsts[at - 1] + np.searchsorted(opens[at - 1], opens[at], side="right") - 1]
-        inside = np.flatnonzero(lengths == at + 1)
-        innermost[inside] = rows[np.searchsorted(opens[at], inside, side="right") - 1]
+    for level in depths:
+        rows = place[firsts[level] : firsts[level + 1]]
+        if level:
+            parent[rows] = place[firsts[level - 1] + np.searchsorted(opens[level - 1], opens[level], side="right") - 1]
+        inside = np.flatnonzero(lengths == level + 1)
+        innermost[inside] = rows[np.searchsorted(opens[level], inside, side="right") - 1]
     offsets = np.concatenate([[0], np.cumsum([len(chain) for chain in chains])]).astype(np.int64)
     entries = [entry for chain in chains for entry in chain]
     kinds = np.array([kind for kind, _ in entries], np.int64)

@@ -19,14 +19,14 @@ SOURCE = Path(__file__).with_name("hostlog.c")
 LIBRARY = SOURCE.with_name("libhostlog.so")
 _COMPILED_WITH = ("-O2", "-std=gnu11", "-shared", "-fPIC")
 MOST_BYTES = 48 << 20
-"""Of rows: 1.5 million calls, which are explained in half a minute."""
+"""The most bytes of rows: 1.5 million calls, which are explained in half a minute."""
 _FILES = ("rows", "names")
 _STARTED: list[Path] = []
-"""Where this process began its log."""
+"""The folder in which this process began its log."""
 
 
 class PythonLayout(ctypes.Structure):
-    """Where this version of CPython keeps a thread's frames: `struct python_layout` of the library."""
+    """The layout of a thread's frames in this version of CPython: `struct python_layout` of the library."""
 
     _fields_ = (
         ("thread_state", ctypes.c_void_p),
@@ -43,7 +43,7 @@ class PythonLayout(ctypes.Structure):
 
 
 def build() -> str:
-    """Compiles the library into the user's cache, if it is not there. Returns why it cannot, or an empty string."""
+    """Compile the library into the user's cache, if it is not there. Return why that failed, or ""."""
     try:
         path = _path()
     except (OSError, RuntimeError) as error:
@@ -52,17 +52,17 @@ def build() -> str:
 
 
 def compile_into(path: Path) -> str:
-    """Returns why it cannot, or an empty string."""
+    """Compile the library. Return why that failed, or ""."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return "there is no C compiler; install gcc"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            command = [compiler, *_COMPILED_WITH, str(SOURCE), "-o", str(made)]
+            library = Path(folder) / path.name
+            command = [compiler, *_COMPILED_WITH, str(SOURCE), "-o", str(library)]
             subprocess.run(command, check=True, capture_output=True, timeout=60)
-            made.replace(path)  # several processes may do so at once
+            library.replace(path)  # several processes may do so at once
     except (OSError, subprocess.SubprocessError) as error:
         return f"{compiler} could not compile {SOURCE} ({error})"
     return ""
@@ -76,9 +76,9 @@ def _path() -> Path:
 
 
 def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Begins to log into the files `rows` and `names` of this folder. Returns why it cannot, or an empty string.
+    """Begin to log into the files `rows` and `names` of this folder. Return why that failed, or "".
 
-    A process has one log. Where it was started before, it goes on, and this folder gets the same files.
+    A process has one log. If it was started before, it goes on, and this folder gets the same files.
     """
     library = _library()
     if library is None:
@@ -106,37 +106,37 @@ def start(folder: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def reads_stacks() -> bool:
-    """Whether rows will say from which lines of Python calls come: the layout of this Python's frames is known."""
+    """Whether rows will have Python stacks: the layout of this Python's frames must be known."""
     library = _library()
     return library is not None and _layout(library) is not None
 
 
 def pause(paused: bool) -> None:
-    """Calls made meanwhile leave no row."""
+    """Calls leave no row while paused."""
     if (library := _library()) is not None:
         library.hostlog_pause(paused)
 
 
 def thin(thinned: bool) -> None:
-    """Calls leave no row from now on, or leave one again; graphs and communicators are written all along."""
+    """Calls leave no row while thinned. Graphs and communicators are still written."""
     if (library := _library()) is not None:
         library.hostlog_thin(thinned)
 
 
 def note(value: int) -> None:
-    """A row with the stack of the caller, which is to say what the program does now."""
+    """Write a row with this value and the caller's stack."""
     if (library := _library()) is not None:
         library.hostlog_note(value)
 
 
 def stop() -> str:
-    """Ends the log. Returns why it had ended before, or an empty string."""
+    """End the log. Return why it had ended before, or ""."""
     library = _library()
     return (library.hostlog_stop() or b"").decode() if library is not None else ""
 
 
 def _counter_is_a_clock() -> bool:
-    """The system itself takes its time from the processor's counter."""
+    """Whether the system itself takes its time from the processor's counter."""
     try:
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
     except OSError:
@@ -158,7 +158,7 @@ def _library() -> ctypes.PyDLL | None:
 
 
 def _layout(library: ctypes.PyDLL) -> PythonLayout | None:
-    """None if what the library reads with it differs from what Python says of this stack. Rows have no stacks then."""
+    """None if the library, with this layout, reads another stack than Python's own. Rows have no stacks then."""
     if FRAME_OFFSETS is None:
         return None
     layout = PythonLayout(
@@ -175,5 +175,5 @@ def _layout(library: ctypes.PyDLL) -> PythonLayout | None:
     while caller is not None:
         expected.append([caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_qualname])
         caller = caller.f_back
-    right = own[::2] == [frame.f_code.co_filename, frame.f_code.co_qualname] and callers == expected[: len(callers)]
-    return layout if right else None
+    is_equal = own[::2] == [frame.f_code.co_filename, frame.f_code.co_qualname] and callers == expected[: len(callers)]
+    return layout if is_equal else None

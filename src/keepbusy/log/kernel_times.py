@@ -1,7 +1,7 @@
-"""How long commands take on the GPU: learned in one window of PyTorch's profiler, for all of the run.
+"""How long commands take on the GPU: learned in a window of PyTorch's profiler, for the whole run.
 
-The profiler's events and the log's rows are the same commands in the same order. A kernel that is launched with the
-same grid takes about as long each time, and a copy of as many bytes, too.
+The profiler's events and the log's rows are the same commands in the same order. A kernel with the same grid takes
+about as long each time, and so does a copy of as many bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from keepbusy.log.log_file import CallFlag, DriverCall, DriverLog, collective_of, device_commands, different_rows
 
 Key = tuple[int, int, int]
-"""What commands that take equally long have in common: the call, with its grid; of a copy also bytes and pageable, of
-a collective the number of elements."""
+"""Commands with the same key take equally long: the call with its grid, the size (bytes of a copy, elements of a
+collective), and whether a copy's memory is pageable."""
 _KINDS = {"kernel": "launch", "gpu_memset": "set_memory", "gpu_memcpy": "copy"}
 _COPY, _LARGE = 1_500.0, 1 << 16
-"""Nanoseconds of a copy of no bytes, and bytes from which on a copy tells what a byte takes."""
+"""Nanoseconds of a copy of no bytes, and bytes from which on a copy shows the time per byte."""
 _QUEUED = 20_000
-"""Nanoseconds before the end of the command before it: who is launched so early begins as soon as the GPU can."""
+"""A command that is launched so many nanoseconds before the end of the one before it begins as soon as the GPU can."""
 
 
 class DeviceEvent(NamedTuple):
@@ -33,15 +33,15 @@ class DeviceEvent(NamedTuple):
     grid: tuple[int, ...]
     block: tuple[int, ...]
     stream: int
-    issued: float  # when the call began that issued it; NaN if the profiler has not seen that
+    issued: float  # the begin of the call that issued it; NaN if the profiler did not record the call
     start: float
     duration: float
     name: str = ""
 
 
 def device_events(trace: Iterable[dict[str, Any]]) -> list[DeviceEvent]:
-    """Of the events of a Chrome trace, in issue order."""
-    issued, found = dict[int, float](), list[tuple[int, DeviceEvent]]()
+    """The commands among the events of a Chrome trace, in issue order."""
+    issued, commands = dict[int, float](), list[tuple[int, DeviceEvent]]()
     for event in trace:
         correlation = event.get("args", {}).get("correlation")
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and correlation is not None:
@@ -49,46 +49,46 @@ def device_events(trace: Iterable[dict[str, Any]]) -> list[DeviceEvent]:
         elif event.get("cat") in _KINDS:
             args, start = event["args"], 1e3 * event["ts"]
             shape = tuple(args.get("grid", ())), tuple(args.get("block", ()))
-            seen = DeviceEvent(
+            command = DeviceEvent(
                 _KINDS[event["cat"]], *shape, args["stream"], np.nan, start, 1e3 * event["dur"], event.get("name", "")
             )
-            found.append((correlation, seen))
-    found.sort(key=lambda pair: (pair[0], pair[1].start))
-    return [event._replace(issued=issued.get(correlation, np.nan)) for correlation, event in found]
+            commands.append((correlation, command))
+    commands.sort(key=lambda pair: (pair[0], pair[1].start))
+    return [command._replace(issued=issued.get(correlation, np.nan)) for correlation, command in commands]
 
 
 @dataclass
 class KernelTimes:
-    """Times in nanoseconds."""
+    """Times of commands, in nanoseconds."""
 
     durations: dict[Key, float] = field(default_factory=dict)
     fastest: dict[Key, float] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
-    """Of kernels, by call, as the profiler shows them."""
+    """Names of kernels by call, as the profiler shows them."""
     by_function: dict[int, float] = field(default_factory=dict)
-    """Of a kernel, whatever its grid."""
+    """The duration of a kernel, whatever its grid."""
     copies: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
-    """Of copies of a kind, from or to pageable memory or not: what each takes, and what a byte adds."""
+    """The time of an empty copy and the time per byte, by the copy's kind and whether its memory is pageable."""
     usual: float = 3_000.0
-    """Of a kernel that the window did not have."""
+    """The duration of a kernel that is not in the window."""
     launch: float = 5_000.0
-    """From a call to its command, on a GPU that is idle."""
+    """The time from a call to its command on an idle GPU."""
     gap: float = 1_000.0
-    """Between two commands of a stream, the later of which was issued in time."""
+    """The time between two commands of a stream if the later one was issued in time."""
     gap_in_graph: float = 100.0
     back: float = 5_000.0
-    """From the end of the last command to the return of a call that waits for it."""
+    """The time from the end of the last command to the return of a call that waits for it."""
 
     def of(self, log: DriverLog, described: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Of each command, by the row that describes it; and whether that is known: the window had one like it, or
-        it is a copy whose bytes tell it."""
+        """The duration of each command, by the row that describes it, and whether it is known: from a command in the
+        window with the same key, or from a copy's bytes."""
         keys, which = _keys(log, described)
         known = np.array([key in self.durations or self._is_known_copy(log, key) for key in keys], bool)
         durations = np.array([self._of_key(log, key) for key in keys], float)
         return durations[which], known[which]
 
     def wires(self, log: DriverLog, described: NDArray[Any]) -> NDArray[np.float64]:
-        """What each would take if it waited for no other rank."""
+        """The duration of each command if it waited for no other rank."""
         keys, which = _keys(log, described)
         return np.array([self.fastest.get(key, self._of_key(log, key)) for key in keys], float)[which]
 
@@ -107,19 +107,19 @@ class KernelTimes:
 
 
 def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) -> KernelTimes:
-    """From what was issued between these two moments, and the profiler's events of it."""
+    """Learn from the commands that were issued between these two moments, and the profiler's events of them."""
     issuers, described = device_commands(log)
     inside = (log.begin[issuers] >= first) & (log.begin[issuers] <= last)
     issuers, described = issuers[inside], described[inside]
     matched = _matched(log, described, events)
     keys, which = _keys(log, described)
-    seen, names = defaultdict[Key, list[float]](list), dict[int, str]()
-    for at, event in matched:
-        seen[keys[which[at]]].append(event.duration)
-        names.setdefault(keys[which[at]][0], event.name)
-    times = KernelTimes({key: float(np.median(durations)) for key, durations in seen.items()})
+    durations_of, names = defaultdict[Key, list[float]](list), dict[int, str]()
+    for index, event in matched:
+        durations_of[keys[which[index]]].append(event.duration)
+        names.setdefault(keys[which[index]][0], event.name)
+    times = KernelTimes({key: float(np.median(durations)) for key, durations in durations_of.items()})
     times.names = names
-    times.fastest = {key: min(durations) for key, durations in seen.items()}
+    times.fastest = {key: min(durations) for key, durations in durations_of.items()}
     by_kind = defaultdict[tuple[str, int], list[tuple[int, float]]](list)
     for key, duration in times.durations.items():
         if log.calls[key[0]].kind != "launch":
@@ -132,34 +132,34 @@ def learn(log: DriverLog, first: int, last: int, events: Sequence[DeviceEvent]) 
 
 
 def shared_by_ranks(logs: Sequence[DriverLog], times: Sequence[KernelTimes]) -> list[KernelTimes]:
-    """Ranks run the same kernels on like GPUs, so a rank whose window missed one takes its time from other ranks."""
-    most = max(times, key=lambda of_rank: len(of_rank.durations))
-    numbers = [_numbers_of_names(log) for log in logs]
+    """Ranks run the same kernels on equal GPUs, so a rank whose window has no such kernel uses the time of others."""
+    most = max(times, key=lambda times_of_rank: len(times_of_rank.durations))
+    numbers = [_numbers_of_calls(log) for log in logs]
     learned = defaultdict[tuple[DriverCall, int, int], list[tuple[float, float, str]]](list)
-    for of_rank, its_times in zip(numbers, times, strict=True):
-        calls = {number: call for call, number in of_rank.items()}
-        for (number, size, flag), duration in its_times.durations.items():
+    for number_of, own in zip(numbers, times, strict=True):
+        calls = {number: call for call, number in number_of.items()}
+        for (number, size, flag), duration in own.durations.items():
             if number in calls:
-                fastest, name = its_times.fastest.get((number, size, flag), duration), its_times.names.get(number, "")
+                fastest, name = own.fastest.get((number, size, flag), duration), own.names.get(number, "")
                 learned[calls[number], size, flag].append((duration, fastest, name))
     shared = list[KernelTimes]()
-    for log, of_rank, its_times in zip(logs, numbers, times, strict=True):
-        known = replace(its_times if its_times.durations else most, durations={}, fastest={}, names={})
-        for (call, size, flag), each in learned.items():
-            if call in of_rank:
-                number = of_rank[call]
-                durations, fastest_of, names = zip(*each, strict=True)
-                known.durations[number, size, flag] = float(np.median(durations))
-                known.fastest[number, size, flag], known.names[number] = min(fastest_of), names[0]
+    for log, number_of, own in zip(logs, numbers, times, strict=True):
+        merged = replace(own if own.durations else most, durations={}, fastest={}, names={})
+        for (call, size, flag), of_ranks in learned.items():
+            if call in number_of:
+                number = number_of[call]
+                durations, fastest_of, names = zip(*of_ranks, strict=True)
+                merged.durations[number, size, flag] = float(np.median(durations))
+                merged.fastest[number, size, flag], merged.names[number] = min(fastest_of), names[0]
         for field_name in ("durations", "fastest", "names"):
-            getattr(known, field_name).update(getattr(its_times, field_name))
-        known.by_function, known.copies = _by_function(log, known.durations), most.copies | its_times.copies
-        shared.append(known)
+            getattr(merged, field_name).update(getattr(own, field_name))
+        merged.by_function, merged.copies = _by_function(log, merged.durations), most.copies | own.copies
+        shared.append(merged)
     return shared
 
 
-def _numbers_of_names(log: DriverLog) -> dict[DriverCall, int]:
-    """Calls without the address that a function has in one process, where that tells which it is."""
+def _numbers_of_calls(log: DriverLog) -> dict[DriverCall, int]:
+    """Numbers by call without the function's address, which differs between processes; only unambiguous calls."""
     numbers = defaultdict[DriverCall, list[int]](list)
     for number, call in log.calls.items():
         if call.name or call.kind != "launch":
@@ -168,15 +168,15 @@ def _numbers_of_names(log: DriverLog) -> dict[DriverCall, int]:
 
 
 def _by_function(log: DriverLog, durations: dict[Key, float]) -> dict[int, float]:
-    found = defaultdict[int, list[float]](list)
+    of_function = defaultdict[int, list[float]](list)
     for (number, _, _), duration in durations.items():
         if log.calls[number].kind == "launch":
-            found[log.calls[number].function].append(duration)
-    return {function: float(np.median(each)) for function, each in found.items()}
+            of_function[log.calls[number].function].append(duration)
+    return {function: float(np.median(durations)) for function, durations in of_function.items()}
 
 
 def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[np.intp]]:
-    """The different ones, and of each command which it has."""
+    """The distinct keys, and for each command the index of its key."""
     rows = log.rows[described]
     values = log.rows["value"].astype(np.int64)
     is_launch, collective = log.kinds()[described] == "launch", collective_of(log)[described]
@@ -187,21 +187,21 @@ def _keys(log: DriverLog, described: NDArray[Any]) -> tuple[list[Key], NDArray[n
 
 
 def _matched(log: DriverLog, described: NDArray[Any], events: Sequence[DeviceEvent]) -> list[tuple[int, DeviceEvent]]:
-    """Each command, by its place among those described, with its event. Where the orders differ, only commands of a
-    shape that both have equally often."""
+    """Commands, by their index in `described`, with their events. They are matched in order within each shape that the
+    log and the profiler have equally often."""
     by_shape = defaultdict[Any, list[int]](list)
-    for at, number in enumerate(log.rows["call"][described].tolist()):
-        by_shape[log.calls[number].shape].append(at)
-    seen = defaultdict[Any, list[DeviceEvent]](list)
+    for index, number in enumerate(log.rows["call"][described].tolist()):
+        by_shape[log.calls[number].shape].append(index)
+    profiled = defaultdict[Any, list[DeviceEvent]](list)
     for event in events:
-        seen[event.kind, event.grid, event.block].append(event)
-    equal = [shape for shape, places in by_shape.items() if len(places) == len(seen[shape])]
-    return sorted(pair for shape in equal for pair in zip(by_shape[shape], seen[shape], strict=True))
+        profiled[event.kind, event.grid, event.block].append(event)
+    equal = [shape for shape, indices in by_shape.items() if len(indices) == len(profiled[shape])]
+    return sorted(pair for shape in equal for pair in zip(by_shape[shape], profiled[shape], strict=True))
 
 
 def _line(points: Sequence[tuple[int, float]], usual: float) -> tuple[float, float]:
-    """What a copy takes, and what a byte adds, by its sizes in the window. Of small ones alone, a byte adds what is
-    usual."""
+    """The time of an empty copy and the time per byte, fitted to the window's copies. If all of them are small, the
+    time per byte is `usual`."""
     sizes, durations = (np.array(column, float) for column in zip(*points, strict=True))
     byte = usual
     if sizes.max() >= _LARGE:
@@ -211,7 +211,7 @@ def _line(points: Sequence[tuple[int, float]], usual: float) -> tuple[float, flo
 
 
 def _usual_byte(kind: str, pageable: int) -> float:
-    """Nanoseconds, where no large copy tells: on the GPU, or through the link."""
+    """Nanoseconds per byte if no large copy was measured, on the GPU or through the link."""
     if kind in ("copy_on_gpu", "set_memory"):
         return 0.001
     return 0.1 if pageable else 0.04
@@ -220,12 +220,12 @@ def _usual_byte(kind: str, pageable: int) -> float:
 def _learn_delays(
     times: KernelTimes, log: DriverLog, issuers: NDArray[Any], matched: Sequence[tuple[int, DeviceEvent]]
 ) -> None:
-    """Those between calls and commands, and from command to command. Calls have both clocks."""
+    """Learn the delays from calls to commands, and from command to command. Calls have times on both clocks."""
     latencies, gaps, gaps_in_graph, ends = list[float](), list[float](), list[float](), dict[int, float]()
     issued_by = dict[int, int]()
-    offsets = [log.begin[issuers[at]] - event.issued for at, event in matched if event.issued == event.issued]
-    for at, event in matched:
-        issuer, free = int(issuers[at]), ends.get(event.stream, -np.inf)
+    offsets = [log.begin[issuers[index]] - event.issued for index, event in matched if event.issued == event.issued]
+    for index, event in matched:
+        issuer, free = int(issuers[index]), ends.get(event.stream, -np.inf)
         if issued_by.get(event.stream) == issuer:
             gaps_in_graph.append(event.start - free)
         elif free < event.issued:

@@ -1,4 +1,4 @@
-"""When PyTorch's profiler looks on in a program that is logged: in short windows, while calls repeat that none had."""
+"""Opens short windows of PyTorch's profiler in a logged program, while it repeats calls that no window has seen."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from keepbusy.program.patches import Function, Patches
 from keepbusy.program.processes import deaf_to_signals, uses_gpu
 
 _WINDOWS, _MOST_HELD_UP = 6, 0.003
-"""So many may open in any run; further ones where all have taken at most this share of it until then."""
+"""So many windows may open in any run, and further ones while all have taken at most this share of the run."""
 _FIRST_CHECK, OPEN_CHECK, _WHILE_IDLE, _RARELY = 25_000_000, 25_000_000, 100_000_000, 2_000_000_000
-"""Nanoseconds between two looks at the log: at first, while a window is open, while hardly anything is launched, and
+"""Nanoseconds between two checks of the log: at first, while a window is open, while hardly anything is launched, and
 while all is known."""
 _LASTS = 60_000_000
-"""Kernels of which the program launches unknown ones for so long are worth a window."""
+"""Nanoseconds for which a program must launch unknown kernels before a window opens."""
 _PATIENCE = 500_000_000
-"""Kernels that do not repeat are recorded after so long, and after twice as long each further time."""
+"""Nanoseconds after which unknown kernels that do not repeat open a window; doubled by each window."""
 _UNKNOWN_SHARE, _FEW = 0.05, 16
-"""Of recent launches: with fewer unknown ones, or of so few launches, no window opens."""
+"""With a smaller share of unknown commands among recent ones, or with fewer commands, no window opens."""
 _OPEN_FOR, _OPEN_AT_MOST, _ROWS_AT_MOST = 50_000_000, 1_000_000_000, 6_000
 _ROWS_KEPT, _ROWS_READ = 16_384, 1 << 17
 _TIMES, _ALIKE = 3, 0.8
-"""Rows that come back so often repeat, where this share of them is the same as one iteration before."""
+"""Rows repeat if they occur so often, and this share of them equals those of one iteration before."""
 _TIMES_ITS_COST = 50
-"""A look at the log that took the processor for some time is the last one for so many times as long."""
+"""The next check of the log comes after so many times the processor time of the last one."""
 
 
 def in_main_thread(act: Callable[[], object]) -> None:
-    """Soon. Not in a program that is traced before Python 3.12, which may never come back from what was queued."""
+    """Call it soon in the main thread, except in a traced program before Python 3.12, which might never return."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if sys.version_info >= (3, 12) or all(one.f_trace is None for one in outwards(frame)):
+    if sys.version_info >= (3, 12) or all(caller.f_trace is None for caller in outwards(frame)):
         ctypes.pythonapi.Py_AddPendingCall(_QUEUED, ctypes.py_object(act))
 
 
 def _act(act: Callable[[], object]) -> int:
-    with suppress(Exception):  # what goes wrong here is ours, and no business of the program's
+    with suppress(Exception):  # an error of keepbusy must not reach the program
         act()
     return 0
 
@@ -55,12 +55,12 @@ _QUEUED = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(_act)
 
 
 class KernelWindows:
-    """Moments in which PyTorch's profiler looks on, in all threads, to learn how long kernels take, and in which
-    operators calls are made. They open while kernels run that were in none of them."""
+    """Windows of PyTorch's profiler, in all threads, that show how long kernels take and which operators make calls.
+    They open while kernels run that no window has seen."""
 
     def __init__(self, folder: Path) -> None:
         self.windows: list[dict[str, int]] = []
-        """When each opened and closed, and when that was by the system's clock, too."""
+        """When each opened and closed, also by the system's clock."""
         self.gave_way = self.has_ended = False
         self.fault = ""
         self.held_up = self.thread = 0
@@ -69,7 +69,7 @@ class KernelWindows:
         self._profiler: Any = None
         self._is_wanted = False
         self._pending = self.open_if_wanted  # Python keeps no reference to what is pending
-        self._is_ours = False
+        self._is_opening = False
         self._patches = Patches()
         self._known = np.zeros(0, np.int64)
         self._last_row = self._next_check = self._opened = self._period = 0
@@ -81,7 +81,7 @@ class KernelWindows:
         self._since_opened: list[np.ndarray] = []
 
     def begin(self) -> None:
-        """The program's own use of the profiler goes first: there is room for one."""
+        """Give way to the program's own use of the profiler, because only one can be active."""
         from keepbusy.torch_names.hooks import PROFILER_BEGINS
 
         for begins in PROFILER_BEGINS:
@@ -96,7 +96,7 @@ class KernelWindows:
         self._patches.undo()
 
     def think(self) -> None:
-        """In the thread that looks on."""
+        """Check the log, in the observing thread, and open or close a window."""
         now = time.perf_counter_ns()
         if now < self._next_check or self.gave_way or self.has_ended or not uses_gpu():
             return
@@ -108,7 +108,7 @@ class KernelWindows:
             wait = max(self._every, _TIMES_ITS_COST * (time.thread_time_ns() - used_before))
         else:
             self._since_opened.append(self._new_rows())
-            if self._has_seen_enough(now):
+            if self._has_enough(now):
                 self._close()
         if self.is_open or self._is_wanted:
             wait = OPEN_CHECK
@@ -132,8 +132,8 @@ class KernelWindows:
         if self._period or now - self._unknown_since > self._patience:
             self._open_soon()
 
-    def _has_seen_enough(self, now: int) -> bool:
-        """Two iterations, where it is known how long one is; else little that is new, for as long as there was much."""
+    def _has_enough(self, now: int) -> bool:
+        """Whether the window has two iterations, or, if it is unknown how long they are, hardly anything new."""
         rows = np.concatenate(self._since_opened)
         open_for = now - self._opened
         if open_for > _OPEN_AT_MOST or len(rows) > _ROWS_AT_MOST:
@@ -141,12 +141,12 @@ class KernelWindows:
         if open_for < _OPEN_FOR or len(rows) < 2 * max(self._period, _FEW):
             return False
         keys = _keys_of(rows)
-        again = np.isin(keys[len(keys) // 2 :], keys[: len(keys) // 2]).mean()
-        return bool(self._period or again > 1 - _UNKNOWN_SHARE)
+        repeated = np.isin(keys[len(keys) // 2 :], keys[: len(keys) // 2]).mean()
+        return bool(self._period or repeated > 1 - _UNKNOWN_SHARE)
 
     def _open_soon(self) -> None:
-        """The first time in the program's own thread, where PyTorch was imported: elsewhere Kineto complains. Where
-        nothing can be queued for that thread, its next annotation is waited for."""
+        """Open the first window in the main thread, which imported PyTorch: elsewhere Kineto complains. If no call can
+        be queued for that thread, the window opens at its next annotation."""
         if self.windows:
             self._open()
         elif not self._is_wanted:
@@ -158,7 +158,7 @@ class KernelWindows:
             self._is_wanted = False
             try:
                 self._open()
-            except Exception as error:  # it is ours, and no business of the program's
+            except Exception as error:  # an error of keepbusy must not reach the program
                 self.fault = f"{type(error).__name__}: {error}"
 
     def _open(self) -> None:
@@ -170,41 +170,41 @@ class KernelWindows:
             if self._profiler is not None or self.gave_way:
                 return
             began = time.perf_counter_ns()
-            self._is_ours = True
+            self._is_opening = True
             try:
                 settings = profiler_settings(profile_all_threads=True)
                 opening = profiler.profile(
                     use_cpu=True, use_device="cuda", use_kineto=True, experimental_config=settings
                 )
-                with deaf_to_signals():  # the profiler's threads: the program's signals are for its own
+                with deaf_to_signals():  # threads of the profiler must not receive the program's signals
                     opening.__enter__()
             except Exception:
                 self.has_ended = True  # it would fail again
                 raise
             finally:
-                self._is_ours = False
+                self._is_opening = False
             self._opened = time.perf_counter_ns()
             self._since_opened = []
             self.held_up += self._opened - began
             now = {"wall": time.time_ns(), "clock": time.perf_counter_ns()}
             self.windows.append({**now, "opens": began})
-            self._profiler = opening  # last: the looking thread takes it for open from now on
+            self._profiler = opening  # last, because the observing thread takes the window for open from now on
 
     def _close(self) -> None:
         with self._lock:
             if self._profiler is None:
                 return
             began = time.perf_counter_ns()
-            self._since_opened.append(self._new_rows())  # what comes while it lets go, it does not see
+            self._since_opened.append(self._new_rows())  # the profiler does not see calls that are made while it closes
             try:
                 self._save()
             finally:
                 self._profiler = None
-            seen = _commands_in(np.concatenate(self._since_opened))
-            self._known = np.union1d(self._known, seen)
+            commands = _commands_in(np.concatenate(self._since_opened))
+            self._known = np.union1d(self._known, commands)
             self._since_opened = []
             self._unknown_since = 0
-            if len(seen):
+            if len(commands):
                 self._patience *= 2
             self.windows[-1] |= {"closes": began, "closed": time.perf_counter_ns()}
             self.held_up += time.perf_counter_ns() - began
@@ -214,15 +214,15 @@ class KernelWindows:
 
         end_profiler().save(str(self._folder / f"window{len(self.windows) - 1}.json"))
 
-    def _give_way(self, native: Function, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_ours:
+    def _give_way(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_opening:
             self.gave_way = True
             self._close()
-        return native(*args, **kwargs)
+        return original(*args, **kwargs)
 
     def _skips(self, now: int) -> bool:
-        """Whether hardly anything was launched, or nothing that is unknown. The program waits for Python while rows are
-        sorted, so this is asked first."""
+        """Whether hardly anything was launched, or nothing unknown. Checked first, because sorting the rows holds the
+        GIL, for which the program would wait."""
         rows = self._latest_rows()
         rows = rows[rows["begin"] > self._last_row]
         if len(_commands_in(rows)) < _FEW:
@@ -247,7 +247,7 @@ class KernelWindows:
             return np.frombuffer(os.pread(file.fileno(), _ROWS_READ * ROW.itemsize, first), ROW)
 
     def _new_rows(self) -> np.ndarray:
-        """Since this was asked last, as far as they stand in the latest chunks."""
+        """Rows since the last call, as far as the latest chunks have them."""
         rows = self._latest_rows()
         rows = rows[rows["begin"] > self._last_row]
         rows = rows[np.argsort(rows["begin"], kind="stable")]
@@ -257,25 +257,25 @@ class KernelWindows:
 
 
 def _commands_in(rows: np.ndarray) -> np.ndarray:
-    """What each of them runs on the GPU: a call, or all of a graph. What is captured does not run."""
+    """What each row runs on the GPU: a call, or a whole graph. Captured calls run nothing."""
     rows = rows[rows["flags"] & CallFlag.CAPTURED == 0]
     is_graph = rows["flags"] & CallFlag.GRAPH != 0
     return np.where(is_graph, -1 - rows["value"].astype(np.int64), rows["call"].astype(np.int64))
 
 
 def _keys_of(rows: np.ndarray) -> np.ndarray:
-    """What was called, and from where."""
+    """The call and the stack of each row, as one number."""
     return rows["call"].astype(np.int64) << 32 | rows["stack"]
 
 
 def _period(rows: np.ndarray) -> int:
-    """After how many rows they repeat; 0 if they do not. The program waits for Python meanwhile, so of the latest rows
-    that come back only the rarest are followed."""
+    """The number of rows after which they repeat; 0 if they do not. This holds the GIL, so only the rarest of the
+    latest repeated rows are tried."""
     keys = _keys_of(rows)[-_ROWS_KEPT // 2 :]
     _, number_of, counts = np.unique(keys, return_inverse=True, return_counts=True)
     is_late = np.isin(np.arange(len(counts)), number_of[-len(keys) // _TIMES :])
-    several = np.flatnonzero((counts >= _TIMES) & is_late)
-    rarest = several[np.argsort(counts[several], kind="stable")[:_FEW]]
+    repeated = np.flatnonzero((counts >= _TIMES) & is_late)
+    rarest = repeated[np.argsort(counts[repeated], kind="stable")[:_FEW]]
     lengths = {int(np.median(np.diff(np.flatnonzero(number_of == number)))) for number in rarest.tolist()}
     for length in sorted(lengths):
         if _FEW <= length <= len(keys) // _TIMES and (keys[length:] == keys[:-length]).mean() > _ALIKE:

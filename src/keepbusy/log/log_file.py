@@ -1,4 +1,4 @@
-"""What the library wrote: rows of driver calls, what they refer to by number, and which commands they issued."""
+"""Reads what the library wrote: rows of driver calls, what they refer to by number, and the commands they issued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepbusy.program.loops.log_gaps import LogGaps
 from keepbusy.timeline.model import STAGED_BYTES
 
 CLOCK = "clock"
-"""In the folder of a process of another host: nanoseconds by which its clock is behind."""
+"""A file in the folder of a process of another host: nanoseconds by which its clock is behind."""
 ROW = np.dtype(
     [
         *(("begin", "u8"), ("value", "u8"), ("took", "u4"), ("call", "u4"), ("stack", "u4")),
@@ -28,11 +28,11 @@ IN_UNITS_OF_1024 = np.uint32(1 << 31)
 
 
 THINNED, RESUMED = "thinned", "resumed"
-"""Kinds of rows that stand where calls began to leave no row, and where they left one again."""
+"""Kinds of rows that mark where calls stop leaving rows, and where they leave rows again."""
 
 
 class CallFlag(IntFlag):
-    """What else is known of a call."""
+    """Flags of a call."""
 
     FAILED = 1
     CAPTURED = 2
@@ -45,26 +45,26 @@ class CallFlag(IntFlag):
 
 @dataclass(frozen=True)
 class DriverCall:
-    """What rows of the same function and shape have in common."""
+    """What rows with the same function and shape share."""
 
     kind: str
     function: int = 0
-    """A kernel's handle, a communicator's, or that of the graph that was instantiated."""
+    """The handle of a kernel, a communicator, or the graph that was instantiated."""
     name: str = ""
-    """Of the kernel, as the compiler mangled it."""
+    """The mangled name of a kernel."""
     grid: tuple[int, ...] = ()
     block: tuple[int, ...] = ()
     shared: int = 0
 
     @property
     def shape(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """As the profiler tells commands apart, which knows copies of one kind."""
+        """The shape by which the profiler's events are matched; the profiler knows only one kind of copy."""
         return self.kind if self.kind in ("launch", "set_memory") else "copy", self.grid, self.block
 
 
 @dataclass(frozen=True)
 class StackFrame:
-    """A call in a Python stack: the line that it has reached."""
+    """A frame of a Python stack, with the line it has reached."""
 
     file: str
     line: int
@@ -73,7 +73,7 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class LoggedStream:
-    """Handle 0 is the default stream of its context."""
+    """A stream of a context; handle 0 is the context's default stream."""
 
     handle: int
     context: int
@@ -84,31 +84,31 @@ class DriverLog:
     """All calls of the driver that a process made."""
 
     rows: NDArray[Any]
-    """In the order of their begin."""
+    """Sorted by their begin."""
     begin: NDArray[np.int64]
-    """Of each row, in nanoseconds of `time.monotonic_ns`."""
+    """When each call began, in nanoseconds of `time.monotonic_ns`."""
     took: NDArray[np.int64]
-    """Nanoseconds."""
+    """How long each call took, in nanoseconds."""
     calls: dict[int, DriverCall] = field(default_factory=dict)
     stacks: dict[int, tuple[StackFrame, ...]] = field(default_factory=dict)
     """Innermost frame first."""
     streams: dict[int, LoggedStream] = field(default_factory=dict)
     threads: list[dict[str, int]] = field(default_factory=list)
-    """`thread`, its `id` for the system, and `since` when the number means it."""
+    """`thread` is the number in rows, `id` the system's, `since` the time from which the number means this thread."""
     communicators: list[dict[str, int]] = field(default_factory=list)
 
-    def take(self, kept: NDArray[np.bool_]) -> DriverLog:
-        """With these rows alone."""
-        return replace(self, rows=self.rows[kept], begin=self.begin[kept], took=self.took[kept])
+    def take(self, mask: NDArray[np.bool_]) -> DriverLog:
+        """The log with these rows alone."""
+        return replace(self, rows=self.rows[mask], begin=self.begin[mask], took=self.took[mask])
 
     def kinds(self) -> NDArray[np.str_]:
-        """Of each row."""
+        """The kind of each row's call."""
         kinds = np.array(["", *(self.calls[number].kind for number in range(1, len(self.calls) + 1))])
         return kinds[self.rows["call"]]
 
 
 def gaps_of(log: DriverLog, ended: int) -> LogGaps:
-    """`ended`: when the run did; 0 where it is not known, and it is told as far as it was recorded."""
+    """The gaps of the log. `ended` is the end of the run; if it is 0 (unknown), a last open gap does not count."""
     kinds = log.kinds()
     begins, ends = log.begin[kinds == THINNED].tolist(), log.begin[kinds == RESUMED].tolist()
     ends = [*(end for end in ends if begins and end > begins[0]), *filter(None, [ended])]
@@ -116,7 +116,7 @@ def gaps_of(log: DriverLog, ended: int) -> LogGaps:
 
 
 def read_log(folder: Path) -> DriverLog:
-    """Also of a process that was killed: a row or a line that was being written is left out."""
+    """Read the log, even of a process that was killed: a row or a line that is not complete is left out."""
     data = (folder / "rows").read_bytes()
     rows = np.frombuffer(data, ROW, count=len(data) // ROW.itemsize)
     rows = np.sort(rows[rows["begin"] != 0], order="begin", kind="stable")
@@ -126,14 +126,14 @@ def read_log(folder: Path) -> DriverLog:
     clock = []
     for line in (folder / "names").read_text(errors="surrogatepass").splitlines():
         try:
-            said = json.loads(line)
+            entry = json.loads(line)
         except json.JSONDecodeError:
             break
-        match said:
+        match entry:
             case {"ticks": ticks, "nanoseconds": nanoseconds}:
                 clock.append((ticks, nanoseconds))
             case {"call": number, "kind": kind}:
-                rest = {name: said[name] for name in said.keys() - {"call", "kind"}}
+                rest = {name: entry[name] for name in entry.keys() - {"call", "kind"}}
                 rest = {name: tuple(value) if isinstance(value, list) else value for name, value in rest.items()}
                 log.calls[number] = DriverCall(kind, **rest)
             case {"stack": number, "frames": frames}:
@@ -141,9 +141,9 @@ def read_log(folder: Path) -> DriverLog:
             case {"stream": number, "handle": handle, "context": context}:
                 log.streams[number] = LoggedStream(handle, context)
             case {"thread": _}:
-                log.threads.append(said)
+                log.threads.append(entry)
             case {"communicator": _}:
-                log.communicators.append(said)
+                log.communicators.append(entry)
     log.begin, log.took = _nanoseconds(log, clock or [(0, 0)])
     return log
 
@@ -158,8 +158,8 @@ def _nanoseconds(log: DriverLog, clock: list[tuple[int, int]]) -> tuple[NDArray[
 
 
 def different_rows(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-    """The different rows of these columns, in order, and of each row which of them it is. One number stands for a row:
-    to sort rows themselves takes ten times as long."""
+    """The distinct rows of these columns, sorted, and for each row the index of its distinct row. Rows are sorted as
+    single numbers, which is ten times as fast as sorting the rows themselves."""
     columns = tuple(column.astype(np.int64) for column in columns)
     number = np.zeros(len(columns[0]), np.int64)
     for column in columns:
@@ -173,7 +173,7 @@ def different_rows(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[n
     return np.stack([column[first] for column in columns], axis=1), which.reshape(-1)
 
 
-# Commands: what ran on the GPU, also within graphs
+# Commands: what runs on the GPU, also within graphs
 
 COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 COMMANDS = ("launch", "copy_to_gpu", "copy_to_host", "copy_on_gpu", "copy", "set_memory")
@@ -182,7 +182,7 @@ COMMANDS = ("launch", "copy_to_gpu", "copy_to_host", "copy_on_gpu", "copy", "set
 def device_commands(log: DriverLog) -> tuple[NDArray[Any], NDArray[Any]]:
     """Two columns of row numbers, in issue order: the call that issued a command, and the call that describes it.
 
-    They differ for graphs: a launch issues all that was called while the graph was captured.
+    They differ for graphs: the launch of a graph issues all commands that were called while it was captured.
     """
     kinds = log.kinds()
     flags = log.rows["flags"]
@@ -197,19 +197,19 @@ def device_commands(log: DriverLog) -> tuple[NDArray[Any], NDArray[Any]]:
     issuers = np.repeat(np.arange(len(counts)), counts)
     described = issuers.copy()
     for row in np.flatnonzero(launches & (counts > 0)).tolist():
-        begins = np.searchsorted(issuers, row)
-        described[begins : begins + counts[row]] = contents[row]
+        first = np.searchsorted(issuers, row)
+        described[first : first + counts[row]] = contents[row]
     return issuers, described
 
 
 def _graph_contents(log: DriverLog, kinds: NDArray[np.str_], captured: NDArray[np.bool_]) -> dict[int, list[int]]:
-    """Of each row that launches a graph: the rows of its commands."""
-    open_captures: dict[int, list[int]] = {}  # by the stream where it began
+    """For each row that launches a graph, the rows of the graph's commands."""
+    open_captures: dict[int, list[int]] = {}  # by the stream of `capture_begin`
     graphs: dict[int, list[int]] = {}
     executables: dict[int, list[int]] = {}
     contents = {}
-    of_interest = captured | np.isin(kinds, ("capture_begin", "capture_end", "graph_create", "graph_launch"))
-    for row in np.flatnonzero(of_interest).tolist():
+    matters = captured | np.isin(kinds, ("capture_begin", "capture_end", "graph_create", "graph_launch"))
+    for row in np.flatnonzero(matters).tolist():
         stream, value = int(log.rows["stream"][row]), int(log.rows["value"][row])
         match kinds[row]:
             case "capture_begin":
@@ -221,14 +221,14 @@ def _graph_contents(log: DriverLog, kinds: NDArray[np.str_], captured: NDArray[n
             case "graph_launch" if not captured[row]:
                 contents[row] = executables.get(value, [])
             case _ if open_captures:
-                began = stream if stream in open_captures else [*open_captures][-1]  # other streams join a capture
-                open_captures[began].append(row)
+                capture = stream if stream in open_captures else [*open_captures][-1]  # other streams join a capture
+                open_captures[capture].append(row)
     return contents
 
 
 def waited_copies(log: DriverLog, kinds: NDArray[np.str_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Of each row, whether the call waits for a copy to the host or between the two; and whether the driver carries a
-    copy to the GPU piece by piece, and returns with the last one."""
+    """Two masks of rows: calls that wait for their copy to the host, and copies to the GPU that the driver carries in
+    pieces, so that the call returns with the last one."""
     flags = log.rows["flags"]
     waited_for = np.isin(kinds, ("copy_to_host", "copy")) & (flags & int(CallFlag.PAGEABLE | CallFlag.BLOCKING) != 0)
     through_host = (kinds == "copy_to_gpu") & (flags & int(CallFlag.PAGEABLE) != 0)
@@ -236,14 +236,14 @@ def waited_copies(log: DriverLog, kinds: NDArray[np.str_]) -> tuple[NDArray[np.b
 
 
 def collective_of(log: DriverLog) -> NDArray[np.int64]:
-    """Of each row that launches NCCL's kernel, the call of NCCL that did so; -1 for all others.
+    """For each row that launches a kernel of NCCL, the row of NCCL's call; -1 for all others.
 
-    The launch lies within the call, or within the end of its group, of which it is the first.
+    The launch is made within the call, or within the end of its group, and then belongs to the group's first call.
     """
     kinds, thread = log.kinds(), log.rows["thread"]
-    found = np.full(len(log.rows), -1, np.int64)
+    call_of_row = np.full(len(log.rows), -1, np.int64)
     ended = log.begin + log.took
-    in_group = dict[int, int]()  # by thread: the first call of its group
+    in_group = dict[int, int]()  # the first call of each thread's open group
     for row in np.flatnonzero(np.isin(kinds, (*COLLECTIVES, "group_start", "group_end"))).tolist():
         caller, call = int(thread[row]), row
         if kinds[row] == "group_start":
@@ -256,5 +256,5 @@ def collective_of(log: DriverLog) -> NDArray[np.int64]:
             continue
         inside = np.arange(row, np.searchsorted(log.begin, ended[row], side="right"))
         inside = inside[(kinds[inside] == "launch") & (thread[inside] == caller)]
-        found[inside] = call
-    return found
+        call_of_row[inside] = call
+    return call_of_row

@@ -51,9 +51,9 @@ from keepbusy.traces.kineto_names import NAMES_OF_CALLS
 
 _ALLOCATING = ("allocate", "free", "allocate_host", "free_host", "register_host", "unregister_host", "map_memory")
 _WAITING_FOR_ALL = ("free", "free_host", "unregister_host")
-"""Of these, those that wait for the GPU."""
+"""Those of `_ALLOCATING` that wait for the GPU."""
 _READ, _SCALAR = ("aten::item", "aten::_local_scalar_dense"), 8
-"""The operators that copy so few bytes to the host, and wait for them, where no window saw them."""
+"""The operators that are assumed around a copy of so few bytes to the host, if no window has seen it."""
 _COPIES = {
     "copy_to_gpu": Direction.HOST_TO_DEVICE,
     "copy_to_host": Direction.DEVICE_TO_HOST,
@@ -61,54 +61,54 @@ _COPIES = {
     "copy": Direction.UNKNOWN,
 }
 _ELEMENT_SIZES = {0: 1, 1: 1, 4: 8, 5: 8, 6: 2, 8: 8, 9: 2, 10: 1, 11: 1}
-"""Bytes of NCCL's types; of those that are missing, 4."""
+"""Bytes of NCCL's types; 4 for types that are missing."""
 _KINDS = {"launch": Kind.KERNEL, "set_memory": Kind.FILL}
 _HOST_LANE = 0
 _THREADS_BEGIN_IN = ("<module>", "_run_module_as_main", "Thread._bootstrap")
-"""The outermost function of a stack, in a thread that Python began."""
+"""The outermost functions of stacks in threads that Python began."""
 _LONG_GAP = 50_000
-"""Nanoseconds between two calls for which it is asked what the host did."""
+"""Nanoseconds: a longer time between two calls is divided by samples and operators."""
 _CALL, _COMMANDS, _WAIT = 1 << 40, 1 << 41, 1 << 42
-"""Places of spans that come from one row: after what the host did before, the call, its commands, and its wait."""
+"""The order of spans from one row: the host's work before the call (from 0), the call, its commands, its wait."""
 
 
 @dataclass
 class HostSide:
-    """What is known of the host beside its calls."""
+    """Facts about the host beside its calls."""
 
     began: int = 0
     ended: int = 0
-    """Of the run, on the log's clock; 0 where it is not known."""
+    """The begin and the end of the run on the log's clock; 0 if not known."""
     notes: Sequence[str] = ("",)
-    """By number; number 0 ends what was noted last."""
+    """Names of notes by number; number 0 ends the last open annotation."""
     operators: CallOperators = field(default_factory=CallOperators)
     sample_times: Sequence[int] = ()
     sample_chains: Sequence[tuple[StackFrame, ...]] = ()
-    """Where the program was at each sample, from the outside in."""
+    """The stack of each sample, from the outside in."""
     codes: CodeObjects = field(default_factory=lambda: CodeObjects(lambda _: ""))
 
 
 @dataclass
 class _HostEvents:
-    """The rows that tell what a thread does: its calls, and its notes. All times count from the run's begin."""
+    """The calls and notes of a thread. All times count from the begin of the run."""
 
     row: Ints
     begin: Floats
     end: Floats
     reached: Floats
-    """When the one before had ended."""
+    """When the event before had ended."""
     lines: Ints
-    """The chain of each, without operators."""
+    """The chain of each event, without operators."""
     chain: Ints
     shared: Ints
-    """So many frames it may have in common with the one before."""
+    """How many frames it may have in common with the event before."""
 
 
 class _Stay(NamedTuple):
-    """A part of the time between two calls."""
+    """A part of the time between two events, with the place where the program was."""
 
     event: int
-    """The one that comes next."""
+    """The event that comes next."""
     place: int
     start: float
     end: float
@@ -118,7 +118,7 @@ class _Stay(NamedTuple):
 
 
 class LogTimeline:
-    """Builds it. `source_lines` has the code objects of its lines then, `exact_frames` those that calls tell of."""
+    """Builds the timeline of a log, `source_lines`, and a mask `exact_frames`: known from calls, not from samples."""
 
     def __init__(
         self, log: DriverLog, run: RebuiltRun, times: KernelTimes, rank: int, facts: RunFacts, host: HostSide
@@ -146,18 +146,18 @@ class LogTimeline:
         self._is_waited_for = self._is_launch & np.logical_or(*waited_copies(log, self._kinds))
 
     def _threads(self) -> tuple[Ints, Mask]:
-        """The lane of each row, and whether its thread is one that Python began. All others are PyTorch's own and work
-        for the one with most calls, also where they call Python, as for a hook in a backward pass."""
+        """The lane of each row, and whether Python began its thread. Other threads are PyTorch's own and work for the
+        thread with most calls, even if they call Python, as for a hook in a backward pass."""
         thread, stack = self._log.rows["thread"], self._log.rows["stack"]
-        found, counts = np.unique(thread[stack != 0], return_counts=True)
-        found = found[np.argsort(-counts, kind="stable")]
+        threads, counts = np.unique(thread[stack != 0], return_counts=True)
+        threads = threads[np.argsort(-counts, kind="stable")]
         begun = [
             number for number, frames in self._log.stacks.items() if frames and frames[-1].function in _THREADS_BEGIN_IN
         ]
-        own = [number for number in found.tolist() if np.isin(stack[thread == number], begun).any()]
+        of_python = [number for number in threads.tolist() if np.isin(stack[thread == number], begun).any()]
         lane_of, is_own = np.zeros(256, np.int64), np.zeros(256, bool)
-        for place, number in enumerate(own or found[:1].tolist()):
-            lane_of[number], is_own[number] = len(self._lanes) + place if place else _HOST_LANE, True
+        for index, number in enumerate(of_python or threads[:1].tolist()):
+            lane_of[number], is_own[number] = len(self._lanes) + index if index else _HOST_LANE, True
         return lane_of[thread], is_own[thread]
 
     def _number(self, name: str) -> int:
@@ -177,12 +177,12 @@ class LogTimeline:
             first = sum(map(len, frames))
             frame = np.append(innermost, NONE)[visit_of_span]
             if lane == _HOST_LANE:
-                chains = self._chains.known  # which of them stand where the program takes a batch from workers
+                chains = self._chains.known
                 takes = np.array([any(name.startswith(LOADER_WITH_WORKERS) for _, name in chain) for chain in chains])
                 taking = np.flatnonzero(takes[np.append(visits.chain, NOWHERE)[visit_of_span]])
                 loader = _LateBatches.of(spans, taking, workers_lane)
                 spans, frame, row, place = loader.spans, frame[loader.kept], row[loader.kept], place[loader.kept]
-                parts.append(loader.batches)  # before the waits for them, as they release them
+                parts.append(loader.batches)  # before the waits that they release
                 rows.append(row[loader.late])
                 places.append(place[loader.late])
             parts.append(spans.change(frame=np.where(frame == NONE, NONE, frame + first)))
@@ -237,10 +237,10 @@ class LogTimeline:
         stack = self._stacks_beneath(rows, state, states)
         keys, of_key = different_rows(*self._keys[rows].T)
         operators = [self._host.operators.of(CallKey(*key)) for key in keys.tolist()]
-        unseen = np.array([not one.names for one in operators], bool)
-        copies = np.flatnonzero(unseen[of_key] & self._reads_scalar[rows])
+        is_unknown = np.array([not around_call.names for around_call in operators], bool)
+        copies = np.flatnonzero(is_unknown[of_key] & self._reads_scalar[rows])
         waits = copies[copies + 1 < len(rows)] + 1
-        waits = waits[unseen[of_key[waits]] & (self._kinds[rows[waits]] == "stream_sync")]
+        waits = waits[is_unknown[of_key[waits]] & (self._kinds[rows[waits]] == "stream_sync")]
         of_key[copies], of_key[waits] = len(operators), len(operators) + 1
         operators += [Operators(_READ), Operators(_READ, len(_READ))]
         which = np.where(self._is_note[rows], NONE, of_key)
@@ -253,22 +253,23 @@ class LogTimeline:
             depth = len(self._chains.known[lines[-1]])
             shared.append(depth + around.shared if around.names else depth)
         columns = (
-            np.array(one, np.int64)[of_kind] if len(rows) else np.zeros(0, np.int64) for one in (lines, chains, shared)
+            np.array(numbers, np.int64)[of_kind] if len(rows) else np.zeros(0, np.int64)
+            for numbers in (lines, chains, shared)
         )
         return _HostEvents(rows, begin, np.maximum(begin, latest), reached, *columns)
 
     def _stacks_beneath(self, rows: Ints, state: Ints, states: Sequence[Noted]) -> Ints:
-        """The stack of each row. In PyTorch's own threads it begins where a backward pass is waited for."""
+        """The stack of each row. In PyTorch's own threads it begins at the line that waits for the backward pass."""
         stack = self._log.rows["stack"][rows].astype(np.int64)
         beneath = np.flatnonzero((stack == 0) | ~self._is_own_thread[rows])
         if len(beneath):
             pairs, which = different_rows(stack[beneath], state[beneath])
-            found = [self._chains.beneath(number, states[noted]) for number, noted in pairs.tolist()]
-            stack[beneath] = np.array(found, np.int64)[which]
+            stacks = [self._chains.beneath(number, states[noted]) for number, noted in pairs.tolist()]
+            stack[beneath] = np.array(stacks, np.int64)[which]
         return stack
 
     def _noted(self, rows: Ints) -> tuple[Ints, list[Noted]]:
-        """Of each row of a thread, what went on until then; by number."""
+        """The open annotations at each row of a thread, as an index, and the list that it refers to."""
         states, numbers = list[Noted]([()]), dict[Noted, int]({(): 0})
         notes = np.flatnonzero(self._is_note[rows])
         now: Noted = ()
@@ -283,8 +284,8 @@ class LogTimeline:
         return np.array(after, np.int64)[np.searchsorted(notes, np.arange(len(rows)))], states
 
     def _host_spans(self, events: _HostEvents, lane: int) -> tuple[Spans, Visits, Ints, Ints, Ints]:
-        """What a thread did, as spans; where it was; the visit of each span; and the row that it stands before, and
-        its place among the spans of that row."""
+        """The spans of a thread, its visits, the visit of each span, the row that each span comes before, and its place
+        among the spans of that row."""
         rows, log = events.row, self._log
         waits = events.begin > events.reached
         stays = self._divided(events) if lane == _HOST_LANE else []
@@ -301,7 +302,7 @@ class LogTimeline:
         last = events.end[-1:] if len(rows) else np.zeros(1)
         tail = last[last < end]
 
-        # where the thread was: between calls, in parts of such a time, in calls
+        # visits: between calls, in parts of such a time, in calls
         row = np.concatenate([gaps, of_stay, calls])
         place = np.concatenate([np.zeros(len(gaps), np.int64), stay_place, np.full(len(calls), _CALL)])
         starts = np.concatenate([events.reached[gaps], stay_start, events.begin[calls]])
@@ -321,7 +322,7 @@ class LogTimeline:
             [self._is_launch[rows[calls]], self._is_sync[rows[calls]]], [Kind.LAUNCH, Kind.SYNC], Kind.ALLOCATE
         )
         kind = np.concatenate([np.full(len(gaps) + len(stays), Kind.WORK), call_kind])
-        by_call = {number: self._number(NAMES_OF_CALLS.get(one.kind, one.kind)) for number, one in log.calls.items()}
+        by_call = {number: self._number(NAMES_OF_CALLS.get(call.kind, call.kind)) for number, call in log.calls.items()}
         call_name = np.array([by_call[number] for number in log.rows["call"][rows[calls]].tolist()], np.int64)
         name = np.concatenate([np.full(len(gaps) + len(stays), work), call_name])
         awaits = np.concatenate([np.full(len(gaps) + len(stays), NONE), self._awaits(rows[calls])])
@@ -352,8 +353,8 @@ class LogTimeline:
         return spans, visits, visit_of_span, log_row, places
 
     def _open_between(self, events: _HostEvents, gaps: Ints) -> Ints:
-        """Of the times before these events, the chain: the line, and the operators that the call before and the one
-        after share."""
+        """The chain of the time before each of these events: its line, and the operators that it shares with the event
+        before."""
         before = np.where(gaps > 0, events.chain[np.maximum(gaps - 1, 0)], NOWHERE)
         table, which = different_rows(before, events.chain[gaps], events.lines[gaps], events.shared[gaps])
         chains = list[int]()
@@ -364,23 +365,23 @@ class LogTimeline:
         return np.array(chains, np.int64)[which] if len(gaps) else events.lines[gaps]
 
     def _divided(self, events: _HostEvents) -> list[_Stay]:
-        """Long times between two calls in which more is known than the call that comes next."""
+        """The parts of long times between two events, where samples or operators show more than the next event."""
         rows, log, chains = events.row, self._log, self._chains
         with_python = np.flatnonzero((log.rows["stack"][rows] != 0) & self._is_own_thread[rows])
         stacks = log.rows["stack"][rows].tolist()
         kinds = [(stacks[before], stacks[after]) for before, after in pairwise(with_python)]
         times = np.array(self._host.sample_times, np.int64) - self._origin
-        known = [self.source_lines.of_sample(chain) for chain in self._host.sample_chains]
+        sampled = [self.source_lines.of_sample(chain) for chain in self._host.sample_chains]
         begins, ends = events.end[with_python][:-1].astype(np.int64), events.begin[with_python][1:].astype(np.int64)
-        samples = SamplesBetweenCalls(times, known, begins, ends, kinds)
-        operators, found = self._host.operators.between, list[_Stay]()
+        samples = SamplesBetweenCalls(times, sampled, begins, ends, kinds)
+        operators, stays = self._host.operators.between, list[_Stay]()
         long = np.flatnonzero(events.begin - events.reached >= _LONG_GAP)
-        seen = samples.count(events.reached[long].astype(np.int64), events.begin[long].astype(np.int64)).tolist()
+        counts = samples.count(events.reached[long].astype(np.int64), events.begin[long].astype(np.int64)).tolist()
         state, states = self._noted(rows)
         before, after = (self._keys[rows[events_of]].tolist() for events_of in (np.maximum(long - 1, 0), long))
-        for event, count, key, its in zip(long.tolist(), seen, before, after, strict=True):
+        for event, count, key, next_key in zip(long.tolist(), counts, before, after, strict=True):
             kind = (stacks[event - 1], stacks[event]) if event else (NONE, NONE)
-            within = operators.get((CallKey(*key), CallKey(*its)), []) if event else []
+            within = operators.get((CallKey(*key), CallKey(*next_key)), []) if event else []
             if count < 2 and not within and kind not in samples.of_kind:
                 continue
             start, end = float(events.reached[event]), float(events.begin[event])
@@ -394,9 +395,9 @@ class LogTimeline:
                 chain = usual if piece.chain is None else piece.chain
                 is_exact = chain[: len(usual)] == usual
                 at_most = len(chain) if shared == NONE else shared
-                found.append(_Stay(event, place, reached, piece.until, chains.number(chain), at_most, is_exact))
+                stays.append(_Stay(event, place, reached, piece.until, chains.number(chain), at_most, is_exact))
                 reached = piece.until
-        return found
+        return stays
 
     def _stream_lanes(self, rows: Ints) -> Ints:
         lane_of = np.full(1 << 16, NONE, np.int64)
@@ -414,10 +415,10 @@ class LogTimeline:
         is_pageable = log.rows["flags"][described_by] & CallFlag.PAGEABLE != 0
         calls = log.rows["call"][described_by].astype(np.int64)
         pairs, which = np.unique(2 * calls + is_pageable, return_inverse=True)
-        about = [(log.calls[pair // 2], pair // 2, pair % 2) for pair in pairs.tolist()]
-        name = np.array([self._number(self._name(number, pageable)) for _, number, pageable in about], np.int64)
-        kind = np.array([_KINDS.get(call.kind, Kind.COPY) for call, _, _ in about], np.int64)
-        direction = np.array([_COPIES.get(call.kind, Direction.UNKNOWN) for call, _, _ in about], np.int64)
+        distinct = [(log.calls[pair // 2], pair // 2, pair % 2) for pair in pairs.tolist()]
+        name = np.array([self._number(self._name(number, pageable)) for _, number, pageable in distinct], np.int64)
+        kind = np.array([_KINDS.get(call.kind, Kind.COPY) for call, _, _ in distinct], np.int64)
+        direction = np.array([_COPIES.get(call.kind, Direction.UNKNOWN) for call, _, _ in distinct], np.int64)
         kind, size = kind[which], log.rows["value"][described_by].astype(np.int64)
         group, pinned = np.full(len(kind), NONE, np.int64), np.where(kind == Kind.COPY, ~is_pageable, NONE)
         size[kind == Kind.KERNEL] = 0
@@ -442,7 +443,7 @@ class LogTimeline:
         )
 
     def _name(self, number: int, pageable: int) -> str:
-        """As the profiler shows it."""
+        """The name that the profiler shows."""
         call, host = self._log.calls[number], "Pageable" if pageable else "Pinned"
         by_kind = {
             "copy_to_gpu": f"Memcpy HtoD ({host} -> Device)",
@@ -453,7 +454,7 @@ class LogTimeline:
         return by_kind.get(call.kind) or self._times.names.get(number, call.name) or call.kind
 
     def _links(self, calls: Ints, commands: Ints) -> Links:
-        """`calls`: of each row its span; `commands`: of each command."""
+        """`calls` has the span of each row, `commands` that of each command."""
         run, values, kinds = self._run, self._log.rows["value"], self._kinds
         lanes = self._stream_lanes(run.issuers)
         of_lane = {lane: np.flatnonzero(lanes == lane) for lane in self._lanes.values()}
@@ -484,22 +485,22 @@ class LogTimeline:
 
 
 class _LateBatches(NamedTuple):
-    """What the workers of a loader make, in processes of their own, while the program waits for it: from one batch
-    that it takes to the next."""
+    """Batches that loader workers make, in processes of their own, while the program waits for them. A batch is made
+    from the time the program takes the one before it."""
 
     spans: Spans
-    """The thread's, in which each batch that is late is waited for in one span."""
+    """The thread's spans, with one span for the wait for each late batch."""
     kept: Ints
-    """Which of its spans these were."""
+    """The index that each of these had before."""
     batches: Spans
     late: Ints
-    """In which span each is waited for."""
+    """The span that waits for each batch."""
     before: Ints
-    """At the end of which it is begun."""
+    """The span at whose end each batch is begun."""
 
     @classmethod
     def of(cls, spans: Spans, taking: Ints, lane: int) -> _LateBatches:
-        """`taking`: in which spans the thread takes a batch. Those that touch take the same one."""
+        """`taking`: spans in which the thread takes a batch. Spans that touch take the same batch."""
         taking = taking[np.argsort(spans.start[taking], kind="stable")]
         opens = np.append(True, spans.start[taking[1:]] != spans.end[taking[:-1]])[: len(taking)]
         firsts = np.flatnonzero(opens)
@@ -510,13 +511,13 @@ class _LateBatches(NamedTuple):
         joined = taking[~opens & is_late[np.cumsum(opens) - 1]]
         kept = np.setdiff1d(np.arange(len(spans)), joined)
         kind, awaits, end = spans.kind.copy(), spans.awaits.copy(), spans.end.copy()
-        late, at = first[is_late], np.flatnonzero(is_late)
-        kind[late], awaits[late], end[late] = Kind.SYNC, lane, ends[at]
+        late, batch = first[is_late], np.flatnonzero(is_late)
+        kind[late], awaits[late], end[late] = Kind.SYNC, lane, ends[batch]
         batches = Spans.of(
-            len(late), lane=lane, kind=Kind.WORK, name=spans.name[late], start=ends[at - 1], end=ends[at]
+            len(late), lane=lane, kind=Kind.WORK, name=spans.name[late], start=ends[batch - 1], end=ends[batch]
         )
         waited = spans.change(kind=kind, awaits=awaits, end=end).take(kept)
-        before = np.where(is_late, first, last)[at - 1]
+        before = np.where(is_late, first, last)[batch - 1]
         return cls(waited, kept, batches, np.searchsorted(kept, late), np.searchsorted(kept, before))
 
 

@@ -1,4 +1,4 @@
-"""What logged processes have left in their folders -> the timeline of their run."""
+"""Builds the timeline of a run from the folders of its logged processes."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ from keepbusy.timeline.run_facts import CutShort, LoaderUse, Part, RunFacts
 from keepbusy.timeline.steps import without_first_steps
 
 _LETS_GO, _FEWEST = 2, 4
-"""Iterations after a window that are slow, in this rank or in those that wait for it; and how many there are to be
-beside those."""
+"""So many iterations after a window are slow, in this rank or in those that wait for it; so many others are needed."""
 WINDOW_TIMES = ("opens", "clock", "closes", "closed")
-"""Of a window of the profiler, by the clock of the log."""
-_LOOKS_ON, _HOLDS_UP = [("opens", "closed")], [("opens", "clock"), ("closes", "closed")]
-"""From when to when: it slows the program down, and it holds it up."""
+"""Times of a window of the profiler, on the clock of the log."""
+_SLOWS_DOWN, _HOLDS_UP = [("opens", "closed")], [("opens", "clock"), ("closes", "closed")]
+"""Between these times a window slows the program down, and holds it up."""
 _LATER = "What the program did after its log had ended is not in this report"
 _LEAST_KNOWN, _MOST_KNOWN = 0.5, 0.95
-"""Of commands whose durations are known: with fewer, nothing is said of the GPU; with more, not how many."""
-_TELLING = 20
-"""Waits of some length of which a median tells."""
+"""Shares of known durations: below the first nothing is said of the GPU; from the second on it is not mentioned."""
+_FEWEST_WAITS = 20
+"""Long waits that are needed for a median error."""
 
 
 @dataclass
 class LoggedProcess:
-    """One that has launched something."""
+    """A process that has launched kernels."""
 
     folder: Path
     facts: dict[str, Any]
     log: DriverLog
-    """In recorded time, as the times of `facts` are."""
+    """In recorded time, like the times of `facts`."""
     times: KernelTimes
     operators: CallOperators
     gaps: LogGaps
@@ -70,12 +69,12 @@ class LoggedProcess:
 
     @property
     def recorded(self) -> int:
-        """Nanoseconds until its last call."""
+        """Nanoseconds until the last call."""
         return int((self.log.begin + self.log.took).max()) - self.began
 
     @property
     def lasted(self) -> int:
-        """Nanoseconds of the run; of a process that was killed, those that were recorded."""
+        """Nanoseconds of the run, or those that were recorded if the process was killed."""
         ended = int(self.facts.get("ended", 0))
         return (ended - self.began if ended else self.recorded) + self.gaps.time
 
@@ -86,14 +85,14 @@ class LoggedProcess:
 
 
 def read_processes(folder: Path) -> list[LoggedProcess]:
-    """One of each rank: the one with most calls."""
-    found = dict[int, LoggedProcess]()
-    for own in folder.iterdir():
-        if (own / "rows").exists() and (process := _process(own)) is not None:
-            known = found.get(process.rank)
-            if known is None or len(process.log.rows) > len(known.log.rows):
-                found[process.rank] = process
-    processes = [found[rank] for rank in sorted(found)]
+    """The process with most calls of each rank."""
+    of_rank = dict[int, LoggedProcess]()
+    for folder_of_process in folder.iterdir():
+        if (folder_of_process / "rows").exists() and (process := _process(folder_of_process)) is not None:
+            other = of_rank.get(process.rank)
+            if other is None or len(process.log.rows) > len(other.log.rows):
+                of_rank[process.rank] = process
+    processes = [of_rank[rank] for rank in sorted(of_rank)]
     if len(processes) > 1 and len({process.facts.get("device") for process in processes}) == 1:
         shared = shared_by_ranks([process.log for process in processes], [process.times for process in processes])
         return [replace(process, times=times) for process, times in zip(processes, shared, strict=True)]
@@ -104,11 +103,11 @@ def _process(folder: Path) -> LoggedProcess | None:
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        facts = {}  # it was killed
+        facts = {}  # the process was killed
     log = read_log(folder)
-    # the thread that looks on calls the driver, too, through the profiler; it also says where calls are left out
-    own = [line["thread"] for line in log.threads if line["id"] == facts.get("own_thread", 0)]
-    log = log.take(~np.isin(log.rows["thread"], own) | np.isin(log.kinds(), (THINNED, RESUMED)))
+    # the observing thread calls the driver, too, through the profiler; its rows also mark where calls are left out
+    observing = [line["thread"] for line in log.threads if line["id"] == facts.get("own_thread", 0)]
+    log = log.take(~np.isin(log.rows["thread"], observing) | np.isin(log.kinds(), (THINNED, RESUMED)))
     log = log.take((log.begin >= facts.get("began", 0)) & (log.begin <= (facts.get("ended") or math.inf)))
     if not (log.kinds() == "launch").any():
         return None
@@ -128,7 +127,7 @@ def _process(folder: Path) -> LoggedProcess | None:
 
 
 def timeline_in(folder: Path, source: str, missing: Sequence[str] = ()) -> Timeline:
-    """Of the run whose processes have left their logs there. `missing`: of which ranks there are none, and why."""
+    """The timeline of the run whose logs are in this folder. `missing`: sentences about ranks without a log."""
     processes = read_processes(folder)
     if not processes:
         return Timeline((Lane(0, None, 0),), (), Spans.of(0)).change_facts(
@@ -139,7 +138,7 @@ def timeline_in(folder: Path, source: str, missing: Sequence[str] = ()) -> Timel
 
 
 def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Timeline:
-    """All ranks of the run."""
+    """The timeline of all ranks of a run."""
     logs, times = [process.log for process in processes], [process.times for process in processes]
     clock_files = [process.folder / CLOCK for process in processes]
     clocks = [int(file.read_text()) if file.exists() else 0 for file in clock_files]
@@ -147,15 +146,15 @@ def timeline_of_processes(processes: Sequence[LoggedProcess], source: str) -> Ti
     alone = [_timeline(process, run, source) for process, run in zip(processes, runs, strict=True)]
     timelines = _without_windows(alone, processes)
     whole = merge(timelines) if len(timelines) > 1 else timelines[0]
-    if min(run.known for run in runs) < _LEAST_KNOWN:  # when the GPU was idle would be a guess
+    if min(run.known for run in runs) < _LEAST_KNOWN:  # the idle time of the GPU would be a guess
         tree = whole.facts.run and _without_gpu(whole.facts.run)
         whole = Timeline(whole.lanes[:1], (), Spans.of(0), facts=replace(whole.facts, run=tree))
-    notes = _how_it_closes(processes, runs), *_complaints(processes)
-    of_kernels = list[RebuiltWait]()  # copies differ from one to the next
+    notes = _quality_note(processes, runs), *_complaints(processes)
+    kernel_waits = list[RebuiltWait]()  # without copies, whose durations vary
     for process, run in zip(processes, runs, strict=True):
         kinds = process.log.kinds()
-        of_kernels += [wait for wait in run.waits if not kinds[wait.row].startswith("copy")]
-    return whole.change_facts(notes=notes, rebuilt_within=_off_by(of_kernels), sources=())
+        kernel_waits += [wait for wait in run.waits if not kinds[wait.row].startswith("copy")]
+    return whole.change_facts(notes=notes, rebuilt_within=_median_error(kernel_waits), sources=())
 
 
 def _without_gpu(part: Part) -> Part:
@@ -210,19 +209,19 @@ def _timeline(process: LoggedProcess, run: RebuiltRun, source: str) -> Timeline:
 
 
 def _without_windows(timelines: Sequence[Timeline], processes: Sequence[LoggedProcess]) -> list[Timeline]:
-    """Iterations in which the profiler looked on, in any rank, are slower than others: they are left out, as are those
-    of which a part was not recorded. If hardly any others are left, only those in which it began or ended."""
+    """Leave out iterations within a window of the profiler, in any rank, because they are slower, and those that were
+    not wholly recorded. If hardly any others are left, leave out only those in which a window opened or closed."""
     fewest = min(len(timeline.marks) for timeline in timelines)
-    for which in (_LOOKS_ON, _HOLDS_UP):
-        slowed = [_slowed(*each, which) for each in zip(timelines, processes, strict=True)]
+    for parts in (_SLOWS_DOWN, _HOLDS_UP):
+        slowed = [_slowed(*pair, parts) for pair in zip(timelines, processes, strict=True)]
         if fewest - len(set[int]().union(*slowed)) >= _FEWEST:
-            both = zip(timelines, slowed, strict=True)
-            return [timeline.change_facts(beside=tuple(sorted(its))) for timeline, its in both]
+            pairs = zip(timelines, slowed, strict=True)
+            return [timeline.change_facts(beside=tuple(sorted(iterations))) for timeline, iterations in pairs]
     return [*timelines]
 
 
-def _slowed(timeline: Timeline, process: LoggedProcess, which: Sequence[tuple[str, str]]) -> set[int]:
-    """Iterations of this rank, from a little before such a part of a window to a little after it."""
+def _slowed(timeline: Timeline, process: LoggedProcess, parts: Sequence[tuple[str, str]]) -> set[int]:
+    """Iterations of this rank from shortly before such a part of a window to shortly after it."""
     began = process.began
     starts = timeline.spans.start[timeline.marks]
     end = began + int(timeline.spans.end.max(initial=0))
@@ -230,22 +229,22 @@ def _slowed(timeline: Timeline, process: LoggedProcess, which: Sequence[tuple[st
     slowed = {*timeline.facts.beside}
     for window in [*process.facts.get("windows", ()), *(dict.fromkeys(WINDOW_TIMES, cut) for cut in cuts)]:
         times = {"closed": end, "closes": window.get("closed", end)} | window  # a killed process has not closed it
-        for first, last in which:
-            part = np.searchsorted(starts, (times[first] - began, times[last] - began)).tolist()
-            slowed |= {*range(max(0, part[0] - 1), part[1] + _LETS_GO)}
+        for opens, closes in parts:
+            first, last = np.searchsorted(starts, (times[opens] - began, times[closes] - began)).tolist()
+            slowed |= {*range(max(0, first - 1), last + _LETS_GO)}
     return slowed & {*range(len(starts))}
 
 
 class _Samples(NamedTuple):
-    """Where the program was between its calls."""
+    """Samples of the program's stack between its calls."""
 
     times: Ints = np.zeros(0, np.int64)
     chains: Sequence[tuple[StackFrame, ...]] = ()
-    """Of each, from the outside in."""
+    """The stack of each sample, from the outside in."""
     other_threads: Sequence[tuple[StackFrame, int]] = ()
-    """What the processors gave to them, by line."""
+    """The processor time of other threads, by line."""
     ran: int = NONE
-    """What they gave to the program's own thread."""
+    """The processor time of the program's own thread."""
 
     @classmethod
     def load(cls, folder: Path) -> _Samples:
@@ -258,69 +257,70 @@ class _Samples(NamedTuple):
             file, name, _ = names["codes"][code]
             return StackFrame(file, line, name)
 
-        known = [tuple(frame(*line) for line in chain) for chain in names["chains"]]
+        stacks = [tuple(frame(*line) for line in chain) for chain in names["chains"]]
         other_threads = [(frame(code, line), time) for code, line, time in names.get("beside", ())]
-        return cls(times, [known[chain] for chain in chains], other_threads, names.get("ran", NONE))
+        return cls(times, [stacks[chain] for chain in chains], other_threads, names.get("ran", NONE))
 
 
 def _steps(log: DriverLog, host: HostSide) -> Sequence[int]:
-    """When they ended: of the surest kind of mark that was noted more than once."""
+    """When steps ended, from the most reliable kind of mark that was noted more than once."""
     notes = np.flatnonzero(log.kinds() == "note")
     values = log.rows["value"][notes]
     for beginning in STEP_MARKS:
         numbers = [number for number, name in enumerate(host.notes) if name.startswith(beginning)]
-        found = log.begin[notes[np.isin(values, numbers)]]
-        if len(found) > 1:
-            return found.tolist()
+        ends = log.begin[notes[np.isin(values, numbers)]]
+        if len(ends) > 1:
+            return ends.tolist()
     return ()
 
 
-def _off_by(waits: Sequence[RebuiltWait]) -> float:
-    """By what share of each they were predicted wrong; 0 where there are too few long ones to tell."""
+def _median_error(waits: Sequence[RebuiltWait]) -> float:
+    """The median relative error of predicted waits; 0 if there are too few long ones."""
     errors, _, share = how_close(waits)
-    return float(np.median(errors)) if len(errors) >= _TELLING and share >= 0.5 else 0.0
+    return float(np.median(errors)) if len(errors) >= _FEWEST_WAITS and share >= 0.5 else 0.0
 
 
-def _how_it_closes(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
+def _quality_note(processes: Sequence[LoggedProcess], runs: Sequence[RebuiltRun]) -> str:
+    """The note about how much was recorded, and how well the rebuilt run agrees with measured waits."""
     calls = sum(int((~np.isin(process.log.kinds(), ("note", THINNED, RESUMED))).sum()) for process in processes)
     waits = [wait for run in runs for wait in run.waits]
-    errors, apart, _ = how_close(waits)
+    relative, absolute, _ = how_close(waits)
     known = float(np.mean([run.known for run in runs]))
-    took = sum(process.lasted for process in processes)
-    cost = sum(int(process.facts.get("held_up", 0)) for process in processes) / max(1, took)
-    if within := _off_by(waits):
-        closes = f"rebuilt within {100 * within:.1f}% of {len(errors):,} real waits"
+    time = sum(process.lasted for process in processes)
+    cost = sum(int(process.facts.get("held_up", 0)) for process in processes) / max(1, time)
+    if error := _median_error(waits):
+        agrees = f"rebuilt within {100 * error:.1f}% of {len(relative):,} real waits"
     else:
-        closes = f"{len(apart):,} real waits rebuilt within {np.median(apart) / 1e3:.1f} µs" if len(apart) else ""
-    part = _how_much(processes, took)
+        agrees = f"{len(waits):,} real waits rebuilt within {np.median(absolute) / 1e3:.1f} µs" if waits else ""
+    part = _part_recorded(processes, time)
     kernels = f"{known:.0%} of kernel times known" if known < _MOST_KNOWN else ""
     windows = f"the profiler's windows held it up for {cost:.1%} of the time"
-    return f"{'; '.join(filter(None, [f'recorded: {calls:,} calls, {part}', closes, kernels, windows]))}."
+    return f"{'; '.join(filter(None, [f'recorded: {calls:,} calls, {part}', agrees, kernels, windows]))}."
 
 
-def _how_much(processes: Sequence[LoggedProcess], took: int) -> str:
-    """Which part of the run was recorded. `took`: the whole of it."""
+def _part_recorded(processes: Sequence[LoggedProcess], time: int) -> str:
+    """The part of the run that was recorded. `time` is that of the whole run."""
     if stopped := next((process for process in processes if process.has_stopped), None):
         return f"the first {duration(stopped.recorded)} of the run"
     [gaps, *_] = [process.gaps for process in processes]
-    if not len(gaps):  # else there is no other process
+    if not len(gaps):  # with gaps, there is only one process
         return "all of the run"
     began = int(processes[0].facts["began"])
-    later = int((gaps.ends < began + took).sum())
-    stretches = f" and {later} later stretches" if later > 1 else " and a later stretch" if later else ""
+    later = int((gaps.ends < began + time).sum())
+    portions = f" and {later} later stretches" if later > 1 else " and a later stretch" if later else ""
     first = duration(int(gaps.begins[0]) - began)
-    return f"in {duration(took - gaps.time)} of the run's {duration(took)}: its first {first}{stretches}"
+    return f"in {duration(time - gaps.time)} of the run's {duration(time)}: its first {first}{portions}"
 
 
 def _complaints(processes: Sequence[LoggedProcess]) -> list[str]:
-    said = dict[str, None]()
+    sentences = list[str]()
     for process in processes:
         facts = process.facts
         if facts.get("stopped"):
-            said[f"{_LATER} ({facts['stopped']})."] = None
+            sentences.append(f"{_LATER} ({facts['stopped']}).")
         if facts.get("faults"):
-            said[f"Looking at the run failed at times ({facts['faults'][0]})."] = None
+            sentences.append(f"Looking at the run failed at times ({facts['faults'][0]}).")
         if not process.times.durations:
             why = "the program profiled itself" if facts.get("profiled") else "the run ended too soon"
-            said[f"No kernel was timed, because {why}: what the GPU did is not known."] = None
-    return [*said]
+            sentences.append(f"No kernel was timed, because {why}: what the GPU did is not known.")
+    return [*dict.fromkeys(sentences)]

@@ -1,4 +1,4 @@
-"""What PyTorch's allocator gives and takes back while a program is logged: its own memory history, kept as columns."""
+"""The allocations of a logged program: the memory history of PyTorch's allocator, as columns."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from keepbusy.program.loops.log_gaps import LogGaps
 from keepbusy.timeline.model import MemoryUse
 
 HISTORY = "memory.npz"
-"""In the folder of a process."""
+"""A file in the folder of a process."""
 _KEPT = 200_000
-"""Of more events, the latest."""
+"""The most events that are kept: the latest."""
 _ALLOCATED = {"alloc": 1, "free_completed": -1}
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 
 def begin() -> None:
-    """Once PyTorch is imported. The allocator is there when the program uses its GPU for the first time."""
+    """Record the history, once PyTorch is imported. It begins when the program first uses its GPU."""
     from keepbusy.torch_names.hooks import call_once_ready, record_memory
 
     call_once_ready(lambda: record_memory(context=None, max_entries=_KEPT))
 
 
 def save(folder: Path) -> None:
-    """In the program's process, at its end."""
+    """Save the history, in the program's process, at its end."""
     cuda: Any = sys.modules.get("torch.cuda")
     if cuda is None or not cuda.is_initialized():
         return
@@ -43,13 +43,13 @@ def save(folder: Path) -> None:
 
 
 def columns_of(events: Iterable[Mapping[str, Any]], allocated: int, reserved: int, ahead: int) -> dict[str, Any]:
-    """`allocated`, `reserved`: at the end. `ahead`: the log's clock, of the system's."""
+    """`allocated`, `reserved`: values at the end. `ahead`: by how much the log's clock is ahead of the system's."""
     events = [event for event in events if event["action"] in _ALLOCATED or event["action"] in _RESERVED]
     sizes = {
         name: np.array([signs.get(event["action"], 0) * event["size"] for event in events], np.int64)
         for name, signs in (("allocated", _ALLOCATED), ("reserved", _RESERVED))
     }
-    held = {
+    totals = {
         name: last - sizes[name].sum() + np.cumsum(sizes[name])
         for name, last in (("allocated", allocated), ("reserved", reserved))
     }
@@ -58,18 +58,18 @@ def columns_of(events: Iterable[Mapping[str, Any]], allocated: int, reserved: in
         "time": np.array([1000 * event["time_us"] + ahead for event in events], np.int64),
         "block": np.array([event["addr"] for event in events], np.int64),
         "size": sizes["allocated"],
-        **held,
+        **totals,
     }
     return {name: values[of_tensors] for name, values in columns.items()}
 
 
 def memory_use(folder: Path, began: int, gaps: LogGaps) -> MemoryUse:
-    """What the process has left, in the time of its timeline."""
+    """The saved history of a process, in the time of its timeline."""
     if not (folder / HISTORY).exists():
         return MemoryUse.of(0)
-    with np.load(folder / HISTORY) as left:
-        columns = dict(left)
+    with np.load(folder / HISTORY) as saved:
+        columns = dict(saved)
     columns["time"] = gaps.recorded(columns["time"]) - began
-    kept = columns["time"] >= 0
-    columns = {name: values[kept] for name, values in columns.items()}
+    is_within = columns["time"] >= 0
+    columns = {name: values[is_within] for name, values in columns.items()}
     return MemoryUse.of(len(columns["time"]), lane=0, device=0, **columns)

@@ -1,5 +1,5 @@
-"""What PyTorch's profiler saw in one of its windows, beside the log of the same calls: which row each command is of,
-and in which operators calls are made. The same call from the same line is made in the same operators all along."""
+"""Matches the events of the profiler's windows with the log: the row of each command, and the operators around each
+call. Outside the windows, the same call from the same line is assumed to be made in the same operators."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from keepbusy.log.log_file import DriverLog, device_commands
 from keepbusy.program.loops.codes import in_common
 
 _CLOCKS_DIFFER = 20_000_000
-"""Nanoseconds by which the clocks, set beside each other once, may differ."""
+"""Nanoseconds by which the two clocks, compared once per window, may differ."""
 _SHORTEST = 10_000
-"""Nanoseconds of an operator that calls nothing, for it to be kept."""
+"""Nanoseconds: shorter operators without a call are left out."""
 
 
 class CallKey(NamedTuple):
-    """Calls that are made in the same operators: from one stack, after the same call as before."""
+    """Calls that are assumed to have the same operators: the same call, from the same stack, after the same call."""
 
     stack: int
     call: int
@@ -36,15 +36,15 @@ class CallKey(NamedTuple):
 
 
 class Operators(NamedTuple):
-    """Around a call, from the outside in."""
+    """The operators around a call, from the outside in."""
 
     names: tuple[str, ...] = ()
     shared: int = 0
-    """How many of them are those that the call before was made in, too."""
+    """How many of them are also around the call before."""
 
 
 class OperatorBetweenCalls(NamedTuple):
-    """One that makes no call: when it begins and ends, as shares of the time between two calls."""
+    """An operator that makes no call. It begins and ends at these shares of the time between two calls."""
 
     name: str
     begin: float
@@ -53,31 +53,31 @@ class OperatorBetweenCalls(NamedTuple):
 
 @dataclass
 class CallOperators:
-    """Of all windows."""
+    """The operators around calls and between them, learned from all windows."""
 
     around: dict[CallKey, Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
     around_any: dict[tuple[int, int], Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
-    """By stack and call, whatever was called before."""
+    """By stack and call, whatever the call before."""
     around_function: dict[tuple[int, int], Counter[Operators]] = field(default_factory=lambda: defaultdict(Counter))
-    """By stack and kernel, whatever its grid: that may depend on data."""
+    """By stack and kernel, whatever its grid, which may depend on data."""
     functions: dict[int, int] = field(default_factory=dict)
-    """Of each call that launches, the kernel."""
+    """The kernel of each call that launches one."""
     between: dict[tuple[CallKey, CallKey], list[OperatorBetweenCalls]] = field(default_factory=dict)
     shortest: dict[tuple[CallKey, CallKey], int] = field(default_factory=dict)
-    """Between two calls, the least time that was seen, in which nothing else has held them up: `between` is of it."""
+    """The shortest time between two calls. `between` is taken from it, because nothing else delayed the program."""
     _usual: dict[CallKey, Operators] = field(default_factory=dict)
 
     def of(self, key: CallKey) -> Operators:
         usual = self._usual.get(key)
         if usual is None:
             kernel = key.stack, self.functions.get(key.call, 0)
-            found = self.around.get(key) or self.around_any.get(key[:2]) or self.around_function.get(kernel)
-            usual = self._usual[key] = found.most_common(1)[0][0] if found else Operators()
+            counts = self.around.get(key) or self.around_any.get(key[:2]) or self.around_function.get(kernel)
+            usual = self._usual[key] = counts.most_common(1)[0][0] if counts else Operators()
         return usual
 
 
 def call_keys(log: DriverLog) -> NDArray[np.int64]:
-    """Of each row, as in `CallKey`."""
+    """The `CallKey` of each row, as columns."""
     stack, call, thread = (log.rows[name].astype(np.int64) for name in ("stack", "call", "thread"))
     before = np.zeros(len(call), np.int64)
     for number in np.unique(thread).tolist():
@@ -89,7 +89,7 @@ def call_keys(log: DriverLog) -> NDArray[np.int64]:
 def learn_from_windows(
     log: DriverLog, folder: Path, windows: Sequence[dict[str, int]]
 ) -> tuple[KernelTimes, CallOperators]:
-    """Of the windows that a process has left in this folder. `windows`: when they were opened, by both clocks."""
+    """Learn from the windows in the folder of a process. `windows` has the moments when they opened, on both clocks."""
     kernels = {number: call.function for number, call in log.calls.items() if call.kind == "launch"}
     times, operators = list[KernelTimes](), CallOperators(functions=kernels)
     keys = call_keys(log)
@@ -98,10 +98,10 @@ def learn_from_windows(
         if not path.exists():
             continue
         base, trace = _read(path)
-        found = _aligned(log, _issued_inside(device_events(trace)), window["clock"] - window["wall"] + base)
-        if found is None:
+        aligned = _aligned(log, _issued_inside(device_events(trace)), window["clock"] - window["wall"] + base)
+        if aligned is None:
             continue
-        first, last, events, ahead = found
+        first, last, events, ahead = aligned
         times.append(learn(log, first, last, events))
         _learn_operators(operators, log, keys, trace, ahead)
     return _merged(times), operators
@@ -112,7 +112,7 @@ _BETWEEN_EVENTS = "\n  },\n  {"
 
 
 def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """From when times count, and the events. Of a file that is damaged, or whose names are no JSON, those that are."""
+    """The origin of its times, and its events. If the file is damaged, the events that can be read."""
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         trace = json.loads(text, strict=False)
@@ -127,29 +127,28 @@ def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _merged(times: Sequence[KernelTimes]) -> KernelTimes:
-    """What an earlier one knows of a command counts for more; delays are those of the window that knows most."""
+    """Merge windows: the first that has a command gives its times, and the one with most commands the delays."""
     if not times:
         return KernelTimes()
-    merged = replace(max(times, key=lambda one: len(one.durations)))
+    merged = replace(max(times, key=lambda window: len(window.durations)))
     for name in ("durations", "fastest", "names", "by_function", "copies"):
-        known = dict[Any, Any]()
-        for one in reversed(times):
-            known |= getattr(one, name)
-        setattr(merged, name, known)
+        values = dict[Any, Any]()
+        for window in reversed(times):
+            values |= getattr(window, name)
+        setattr(merged, name, values)
     return merged
 
 
 def _issued_inside(events: Sequence[DeviceEvent]) -> list[DeviceEvent]:
-    """Without those of which the window had no call, before its first one and after its last. In between it misses the
-    calls of some copies."""
-    inside = [place for place, event in enumerate(events) if not math.isnan(event.issued)]
+    """From the first to the last event whose call the window has. In between it may miss the calls of some copies."""
+    inside = [index for index, event in enumerate(events) if not math.isnan(event.issued)]
     return [*events[inside[0] : inside[-1] + 1]] if inside else []
 
 
 def _aligned(log: DriverLog, events: list[DeviceEvent], ahead: int) -> tuple[int, int, list[DeviceEvent], int] | None:
     """The moments between which the log has these commands, and how much its clock is ahead of the profiler's.
 
-    Both have the commands in the same order. Where that fits in several places, as iterations repeat, the clocks tell.
+    Both have the commands in the same order. If they fit in several places, as iterations repeat, the clocks decide.
     """
     if not events:
         return None
@@ -169,7 +168,7 @@ def _aligned(log: DriverLog, events: list[DeviceEvent], ahead: int) -> tuple[int
             differs = float(np.nanmedian(begin[near[shift : shift + len(profiled)]] - issued)) - ahead
             if best is None or abs(differs) < abs(best[0]):
                 best = differs, shift
-    if best is None:  # several threads launch, in an order that only one of the two has right
+    if best is None:  # several threads launch, and the log has another order than the profiler
         return int(issued[0]) + ahead, int(issued[-1]) + ahead, events, ahead
     chosen = near[best[1] : best[1] + len(profiled)]
     return int(begin[chosen[0]]), int(begin[chosen[-1]]), events, ahead + round(best[0])
@@ -189,58 +188,59 @@ def _learn_operators(
         if event.get("cat") == "cpu_op" and event.get("ph") == "X":
             begin = 1e3 * event["ts"] + ahead
             by_thread[event["tid"]].append(_Operator(begin, begin + 1e3 * event.get("dur", 0.0), event["name"]))
-    for thread, found in by_thread.items():
-        found.sort(key=lambda one: (one.begin, -one.end))
-        numbers = [line["thread"] for line in log.threads if line["id"] == thread]  # of what the system calls so
+    for thread, recorded in by_thread.items():
+        recorded.sort(key=lambda operator: (operator.begin, -operator.end))
+        numbers = [line["thread"] for line in log.threads if line["id"] == thread]  # the log's numbers of this thread
         rows = np.flatnonzero(np.isin(log.rows["thread"], numbers))
-        first, last = (np.searchsorted(log.begin[rows], moment) for moment in (found[0].begin, found[-1].end))
-        _learn_of_thread(operators, log, keys, found, rows[first:last])
+        first, last = (np.searchsorted(log.begin[rows], moment) for moment in (recorded[0].begin, recorded[-1].end))
+        _learn_of_thread(operators, log, keys, recorded, rows[first:last])
 
 
 def _learn_of_thread(
     operators: CallOperators,
     log: DriverLog,
     keys: NDArray[np.int64],
-    found: Sequence[_Operator],
+    recorded: Sequence[_Operator],
     rows: NDArray[np.intp],
 ) -> None:
     key_of = {row: CallKey(*key) for row, key in zip(rows.tolist(), keys[rows].tolist(), strict=True)}
-    around, chain, at = list[list[int]](), list[int](), 0
+    around, chain, opened = list[list[int]](), list[int](), 0
     begins, ends = log.begin[rows].tolist(), (log.begin + log.took)[rows].tolist()
     for moment in begins:
-        while at < len(found) and found[at].begin <= moment:
-            while chain and found[chain[-1]].end < found[at].end:
+        while opened < len(recorded) and recorded[opened].begin <= moment:
+            while chain and recorded[chain[-1]].end < recorded[opened].end:
                 chain.pop()
-            chain.append(at)
-            at += 1
-        while chain and found[chain[-1]].end < moment:
+            chain.append(opened)
+            opened += 1
+        while chain and recorded[chain[-1]].end < moment:
             chain.pop()
         around.append([*chain])
-    for place, row in enumerate(rows.tolist()):
-        shared = in_common(around[place], around[place - 1]) if place else 0
-        these = Operators(tuple(found[operator].name for operator in around[place]), shared)
-        operators.around[key_of[row]][these] += 1
-        operators.around_any[key_of[row][:2]][these] += 1
-        if kernel := operators.functions.get(key_of[row].call, 0):
-            operators.around_function[key_of[row].stack, kernel][these] += 1
+    for index, row in enumerate(rows.tolist()):
+        key, shared = key_of[row], in_common(around[index], around[index - 1]) if index else 0
+        around_call = Operators(tuple(recorded[operator].name for operator in around[index]), shared)
+        operators.around[key][around_call] += 1
+        operators.around_any[key[:2]][around_call] += 1
+        if kernel := operators.functions.get(key.call, 0):
+            operators.around_function[key.stack, kernel][around_call] += 1
     calling = {operator for chain in around for operator in chain}
-    starts = [operator.begin for operator in found]
-    for place in range(1, len(rows)):
-        key = key_of[int(rows[place - 1])], key_of[int(rows[place])]
-        free, until = ends[place - 1], begins[place]
-        if 2 * _SHORTEST < until - free < operators.shortest.get(key, math.inf):
-            operators.shortest[key] = until - free
+    starts = [operator.begin for operator in recorded]
+    for index in range(1, len(rows)):
+        keys_of_gap = key_of[int(rows[index - 1])], key_of[int(rows[index])]
+        free, until = ends[index - 1], begins[index]
+        if 2 * _SHORTEST < until - free < operators.shortest.get(keys_of_gap, math.inf):
+            operators.shortest[keys_of_gap] = until - free
             within = range(bisect_right(starts, free), bisect_left(starts, until))
-            operators.between[key] = [*_host_operators(found, within, calling, free, until)]
+            operators.between[keys_of_gap] = [*_host_operators(recorded, within, calling, free, until)]
 
 
 def _host_operators(
-    found: Sequence[_Operator], within: range, calling: set[int], free: float, until: float
+    recorded: Sequence[_Operator], within: range, calling: set[int], free: float, until: float
 ) -> Iterator[OperatorBetweenCalls]:
+    """The operators without a call between two calls."""
     reached = free
-    for one in within:
-        operator = found[one]
-        if one not in calling and operator.begin >= reached and operator.end <= until:
+    for index in within:
+        operator = recorded[index]
+        if index not in calling and operator.begin >= reached and operator.end <= until:
             reached = operator.end
             if operator.end - operator.begin >= _SHORTEST:
                 span = until - free

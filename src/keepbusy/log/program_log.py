@@ -1,8 +1,7 @@
 """Logs a process that uses a real GPU, from before its first call of the driver to its end.
 
-In the program's own thread there is the log (`hostlog.c`), a note where PyTorch annotates what it does, and Python's
-count of iterations. A thread beside it looks where the program is, and opens windows of PyTorch's profiler
-(`kernel_windows`).
+The program's own thread writes the log (`hostlog.c`), notes at PyTorch's annotations, and counts of iterations. An
+observing thread samples the program's stack, and opens windows of PyTorch's profiler (`kernel_windows`).
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from keepbusy.timeline.frame_roles import OWN_STEP
 from keepbusy.timeline.run_facts import CutShort, allocator_settings
 
 FACTS, SAMPLES = "facts.json", "samples.npz"
-"""What a process leaves in its folder beside the log, the profiler's windows and `COUNTS`."""
+"""Files in the folder of a process, beside the log, the profiler's windows and `COUNTS`."""
 BACKWARD_PASS = "backward"
 LEAVES = 0
-"""The note that ends what was noted last."""
+"""The note that ends the last open annotation."""
 _QUIET, _LETS_GO = "99", "TEARDOWN_CUPTI"
 _WRITES_EVERY = 20_000_000_000
-_WHOLE_BYTES, _STRETCH_BYTES, _LATER = 16 << 20, 2 << 20, 1.4
-"""Of rows: so many are written from the beginning on, half a million calls; then stretches of 65,536 calls each, the
-next one when the run has lasted so many times as long. So a run of hours fits into what is explained in half a minute.
+_WHOLE_BYTES, _PORTION_BYTES, _LATER = 16 << 20, 2 << 20, 1.4
+"""The beginning of the run is written up to so many bytes of rows (half a million calls), then portions of 65,536 calls
+each, the next one when the run has lasted so many times as long. So the log of hours can be explained in half a minute.
 """
 
 
 class ProgramLog:
-    """One process that is logged."""
+    """The log of one process."""
 
     def __init__(self, folder: Path, memory: bool = False) -> None:
-        """`memory`: what takes the GPU's memory is noted, too."""
+        """`memory`: record the allocator's history, too."""
         self.folder = folder / str(os.getpid())
         self.folder.mkdir(parents=True)
         self._process = os.getpid()
@@ -68,7 +67,7 @@ class ProgramLog:
         self._notes_memory = memory
 
     def begin(self) -> str:
-        """Returns why it cannot, or an empty string."""
+        """Begin to log. Return why that failed, or ""."""
         if why := hostlog.build():
             return why
         if not hostlog.reads_stacks():
@@ -86,28 +85,28 @@ class ProgramLog:
         return ""
 
     def _meanwhile(self) -> int | None:
-        """In the thread that looks on; while a window is open, it looks again soon. A process that is killed says no
-        more than what was written by then."""
+        """Called in the observing thread; returns when to call it again. It writes the facts at times, because a
+        process that is killed leaves only what was written before."""
         was_open = self._windows.is_open
         self._windows.think()
         now = time.perf_counter_ns()
         self._thin(now)
         if (was_open and not self._windows.is_open) or now > self._write_at:
             self._write_at = now + _WRITES_EVERY
-            self._leave()
+            self._write_facts()
         return OPEN_CHECK if self._windows.is_open else None
 
     def _thin(self, now: int) -> None:
-        """Leave out calls of a long run whose iterations are counted; not of ranks, which must know of each other's.
-        Never within what is annotated, for its end would have no beginning, and not while the profiler looks on."""
+        """Leave out calls of a long run if its iterations are counted, but not with several ranks, whose logs must have
+        the same collectives. It begins neither within an annotation, whose begin and end belong together, nor while a
+        window is open."""
         may = IS_COUNTED and rank_and_world()[1] == 1 and not self._windows.is_open
-        if may and self._notes.nothing_goes_on():
+        if may and self._notes.none_is_open():
             bytes_so_far = (self.folder / "rows").stat().st_size
             hostlog.thin(not self._portions.are_written(now - self._began, bytes_so_far))
 
     def _hook_in(self) -> None:
-        """Whatever goes wrong here is ours, and no business of the program's."""
-        try:
+        try:  # an error of keepbusy must not reach the program
             self._notes.begin()
             self._windows.begin()
             self._loaders.begin()
@@ -123,7 +122,7 @@ class ProgramLog:
         def next_batch(iterator: Any) -> Any:
             before = time.perf_counter_ns()
             batch = original(iterator)
-            with suppress(Exception):  # what goes wrong here is ours, and no business of the program's
+            with suppress(Exception):  # an error of keepbusy must not reach the program
                 self._loaders.batch_taken(iterator, before, time.perf_counter_ns())
             return batch
 
@@ -135,28 +134,28 @@ class ProgramLog:
         self.is_going_on = False
 
     def end(self, cut_short: CutShort | None = None) -> None:
-        """Take everything out again, and leave what there is, with what ended the program before its own end."""
+        """Undo all patches and write everything, with what cut the program short."""
         if os.getpid() != self._process or not self.is_going_on:
             return
         self.is_going_on = False
         stopped = hostlog.stop()
-        last = (
+        steps = (
             *(self._sampler.end, self._counter.end, self._windows.end, self._notes.end, self._patches.undo),
-            *(self._loaders.end, self._leave_samples, self._leave_memory),
+            *(self._loaders.end, self._write_samples, self._write_memory),
         )
-        for act in last:
+        for act in steps:
             try:
                 act()
             except Exception as error:
                 self._faults.append(f"{type(error).__name__}: {error}")
-        self._leave(
+        self._write_facts(
             stopped=stopped,
             ended=self._sampler.samples.ended or time.perf_counter_ns(),
             cut_short=cut_short and asdict(cut_short),
-            loaders=[asdict(one) for one in self._loaders.used()],
+            loaders=[asdict(loader) for loader in self._loaders.used()],
         )
 
-    def _leave(self, **more: Any) -> None:
+    def _write_facts(self, **more: Any) -> None:
         rank, world = rank_and_world()
         facts = {
             "rank": rank,
@@ -176,7 +175,7 @@ class ProgramLog:
         }
         write_whole(self.folder / FACTS, json.dumps(facts | more), durable=False)
 
-    def _leave_samples(self) -> None:
+    def _write_samples(self) -> None:
         samples = self._sampler.samples
         count = min(len(samples.times), len(samples.chains))
         names = {
@@ -194,13 +193,13 @@ class ProgramLog:
         if self._counter.counted is not None:
             self._counter.counted.save(self.folder)
 
-    def _leave_memory(self) -> None:
+    def _write_memory(self) -> None:
         if self._notes_memory:
             memory_history.save(self.folder)
 
 
 def start(folder: Path, memory: bool = False, with_children: bool = False) -> tuple[ProgramLog | None, str]:
-    """Log this process from now on, or say why that cannot be. `with_children`: those that it spawns, too."""
+    """Log this process from now on, or return why that failed. `with_children`: also the processes that it spawns."""
     log = ProgramLog(folder, memory)
     if why := log.begin():
         shutil.rmtree(log.folder, ignore_errors=True)
@@ -211,7 +210,7 @@ def start(folder: Path, memory: bool = False, with_children: bool = False) -> tu
 
 
 def be_child(folder: str, memory: bool) -> None:
-    """A process that the program spawned is logged, too."""
+    """Log a process that the program spawned."""
     log, _ = start(Path(folder), memory, with_children=True)
     if log is not None:
         atexit.register(log.end)
@@ -226,20 +225,20 @@ def _device() -> str:
 
 
 class LogPortions:
-    """Which parts of a long run are written: its beginning, and stretches of it ever more rarely."""
+    """Decides which parts of a long run are written: its beginning, and portions of it ever more rarely."""
 
     def __init__(self, before: int = 0, most_bytes: int = hostlog.MOST_BYTES) -> None:
         """`before`: bytes that an earlier log of this process has written into the same file."""
-        self._most = most_bytes - 2 * _STRETCH_BYTES
+        self._most = most_bytes - 2 * _PORTION_BYTES
         self._until = min(before + _WHOLE_BYTES, self._most)
         self._next = 0
 
     def are_written(self, time: int, so_far: int) -> bool:
-        """`time`: since the beginning; `so_far`: bytes that were written."""
+        """`time` counts from the beginning; `so_far` is the number of bytes written."""
         if self._next:
             if time < self._next or so_far >= self._most:
                 return False
-            self._until, self._next = so_far + _STRETCH_BYTES, 0
+            self._until, self._next = so_far + _PORTION_BYTES, 0
         elif so_far >= self._until:
             self._next = round(_LATER * time)
             return False
@@ -247,27 +246,27 @@ class LogPortions:
 
 
 class _Notes:
-    """What PyTorch annotates, as it does for its profiler: optimizers, loaders; also backward passes, whose calls come
-    from threads of PyTorch's own, and steps that the program announces."""
+    """Notes the annotations that PyTorch makes for its profiler (optimizers, loaders), backward passes, whose calls
+    come from PyTorch's own threads, and steps that the program announces."""
 
-    def __init__(self, passed: Callable[[], object]) -> None:
-        """`passed` is called wherever something begins."""
+    def __init__(self, at_begin: Callable[[], object]) -> None:
+        """`at_begin` is called whenever an annotation begins."""
         self.names: list[str] = [""]
-        self._passed = passed
+        self._at_begin = at_begin
         self._numbers: dict[str, int] = {}
-        self._going_on: dict[int, int] = {}
-        """Of each thread, how many have begun and not ended."""
+        self._open: dict[int, int] = {}
+        """The number of open annotations of each thread."""
         self._patches = Patches()
 
-    def nothing_goes_on(self) -> bool:
-        return not any([*self._going_on.values()])
+    def none_is_open(self) -> bool:
+        return not any([*self._open.values()])
 
     def begin(self) -> None:
         import torch
 
         from keepbusy.torch_names.hooks import RUN_BACKWARD
 
-        for function in (_Notes._says, _Notes._leaves, _Notes._step):  # whatever PyTorch compiles around it
+        for function in (_Notes._begin_note, _Notes._end_note, _Notes._step):  # PyTorch must not compile these
             left_alone(function)
         record_function = torch.autograd.profiler.record_function
         self._patches.replace(record_function, "__enter__", self._entering)
@@ -280,45 +279,45 @@ class _Notes:
     def end(self) -> None:
         self._patches.undo()
 
-    def _says(self, name: str) -> None:
-        self._passed()
+    def _begin_note(self, name: str) -> None:
+        self._at_begin()
         number = self._numbers.get(name)
         if number is None:
             self.names.append(name)
             number = self._numbers[name] = len(self.names) - 1
         thread = threading.get_ident()
-        self._going_on[thread] = self._going_on.get(thread, 0) + 1
+        self._open[thread] = self._open.get(thread, 0) + 1
         hostlog.note(number)
 
-    def _leaves(self) -> None:
+    def _end_note(self) -> None:
         hostlog.note(LEAVES)
         thread = threading.get_ident()
-        self._going_on[thread] = max(0, self._going_on.get(thread, 0) - 1)  # it may have begun before the log
+        self._open[thread] = max(0, self._open.get(thread, 0) - 1)  # the annotation may have begun before the log
 
     def _entering(self, original: Function) -> Function:
         def enter(annotation: Any) -> Any:
-            self._says(annotation.name)
+            self._begin_note(annotation.name)
             return original(annotation)
 
         return called_plainly(enter)
 
     def _leaving(self, original: Function) -> Function:
         def leave(annotation: Any, *error: Any) -> Any:
-            self._leaves()
+            self._end_note()
             return original(annotation, *error)
 
         return called_plainly(leave)
 
     def _running_backward(self, original: Function) -> Function:
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            self._says(BACKWARD_PASS)
+            self._begin_note(BACKWARD_PASS)
             try:
                 return original(*args, **kwargs)
             finally:
-                self._leaves()
+                self._end_note()
 
         return called_plainly(run_backward)
 
     def _step(self) -> None:
-        self._says(OWN_STEP)
-        self._leaves()
+        self._begin_note(OWN_STEP)
+        self._end_note()
