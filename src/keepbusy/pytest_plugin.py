@@ -1,4 +1,4 @@
-"""`pytest --keepbusy`: tests that say how often they may wait for the GPU, on a virtual one where there is none.
+"""`pytest --keepbusy`: tests with limits for how often they wait for the GPU, on a virtual one if there is no real one.
 
     @pytest.mark.keepbusy(max_syncs=1, max_races=0, max_wait="2ms", min_overlap=0.9, max_memory="12GB")
     def test_step(gpu): ...
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,9 +29,9 @@ _PROPERTY = "keepbusy"
 _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MEASURE = re.compile(r"^\s*([0-9.]+)\s*([A-Za-zµ]+)\s*$")
 _LARGEST_BUDGETS = 32 << 20
-"""Bytes: a test takes a hundred."""
+"""Bytes of a budgets file; each test has about a hundred."""
 _MARGIN = 1.02
-"""Memory that a budget may be exceeded by: allocators of other versions round differently."""
+"""Memory may exceed its budget by this factor, because allocators of other versions round differently."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Any:
-    """A CUDA device: the real one, or where there is none a virtual one, which then stays for the session."""
+    """A CUDA device: the real one, or else a virtual one, which then stays for the session."""
     bring_up(request.config)
     import torch
 
@@ -75,7 +76,7 @@ def bring_up(config: pytest.Config) -> None:
 
 @contextmanager
 def _as_usage_error() -> Iterator[None]:
-    """What is wrong with the options, as pytest tells it: in a sentence."""
+    """Turn an error in the options into pytest's own usage error, a sentence."""
     from keepbusy.timeline.files import BadInput
 
     try:
@@ -87,16 +88,16 @@ def _as_usage_error() -> Iterator[None]:
 
 
 class Budgets:
-    """Measures each test that asks for it, and holds it to its mark and to what it took before."""
+    """Measures each test that asks for it, and compares it with its mark and its budget."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._path = config.rootpath / config.getoption("--keepbusy-budgets")
         self._updates = config.getoption("--keepbusy-update")
-        self._is_worker = hasattr(config, "workerinput")  # of xdist: what it measures travels with its reports
+        self._is_worker = hasattr(config, "workerinput")  # a worker of xdist sends what it measures with its reports
         with _as_usage_error():
             self._budgets = read_budgets(self._path)
-        self._found: dict[str, dict[str, int]] = {}
-        self._done = "measured" if self._updates else "held to their marks and budgets"
+        self._measured: dict[str, dict[str, int]] = {}
+        self._verb = "measured" if self._updates else "held to their marks and budgets"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -104,23 +105,23 @@ class Budgets:
         if mark is None and "gpu" not in getattr(item, "fixturenames", ()):
             return (yield)
         limits = _limits(mark)
-        measured = TestMeasure(limits.get("allow", ()))
-        with measured:
+        test_measure = TestMeasure(limits.get("allow", ()))
+        with test_measure:
             result = yield
-        found = measured.found()
-        item.user_properties.append((_PROPERTY, found))
-        failures = [*measured.over(limits)]
+        counts = test_measure.counts()
+        item.user_properties.append((_PROPERTY, counts))
+        failures = [*test_measure.over(limits)]
         if not self._updates and item.nodeid in self._budgets:
-            failures += [*_over_budget(found, self._budgets[item.nodeid])]
+            failures += [*_over_budget(counts, self._budgets[item.nodeid])]
         if failures:
-            pytest.fail("\n".join(["keepbusy:", *failures, measured.told()]).rstrip(), pytrace=False)
+            pytest.fail("\n".join(["keepbusy:", *failures, test_measure.waits_text()]).rstrip(), pytrace=False)
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            found: Any = dict(report.user_properties).get(_PROPERTY)
-            if found is not None:
-                self._found[report.nodeid] = found
+            counts: Any = dict(report.user_properties).get(_PROPERTY)
+            if counts is not None:
+                self._measured[report.nodeid] = counts
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self) -> Generator[None]:
@@ -128,41 +129,41 @@ class Budgets:
             if self._updates and not self._is_worker:
                 self._write()
         finally:
-            yield  # the summary comes all the same
+            yield  # the summary follows in any case
 
     def _write(self) -> None:
         from keepbusy.timeline.files import write_whole
 
-        kept = dict(sorted({**self._budgets, **self._found}.items()))
+        budgets = dict(sorted({**self._budgets, **self._measured}.items()))
         with _as_usage_error():
-            write_whole(self._path, json.dumps(kept, indent=2) + "\n")
-        self._done = f"written to {self._path.name}"
+            write_whole(self._path, json.dumps(budgets, indent=2) + "\n")
+        self._verb = f"written to {self._path.name}"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self._found and not self._is_worker:
-            terminalreporter.write_line(f"keepbusy: {len(self._found)} tests {self._done}")
+        if self._measured and not self._is_worker:
+            terminalreporter.write_line(f"keepbusy: {len(self._measured)} tests {self._verb}")
 
 
 def read_budgets(path: Path) -> dict[str, dict[str, int]]:
-    """Of each test by its name; {} where there is no file yet."""
+    """The budget of each test by its name; {} if there is no file yet."""
     from keepbusy.timeline.files import BadInput, parsed
 
     if not path.parent.is_dir():
         raise BadInput(f"{path.parent} is no folder; name a budgets file in one that exists.")
     if not path.exists():
         return {}
-    wanted = "a file that --keepbusy-update wrote"
-    budgets: Any = parsed(path, wanted, json.loads, _LARGEST_BUDGETS)
+    expected = "a file that --keepbusy-update wrote"
+    budgets: Any = parsed(path, expected, json.loads, _LARGEST_BUDGETS)
     are_budgets = isinstance(budgets, dict) and all(
         isinstance(budget, dict) and all(type(limit) is int for limit in budget.values()) for budget in budgets.values()
     )
     if not are_budgets:
-        raise BadInput(f"{path} holds no budgets; give {wanted}.")
+        raise BadInput(f"{path} holds no budgets; give {expected}.")
     return budgets
 
 
 class TestMeasure:
-    """Of one test: its waits, its memory and its copies."""
+    """The waits, the memory and the copies of one test."""
 
     __test__ = False
 
@@ -190,24 +191,22 @@ class TestMeasure:
         self._stack.close()
         self._peak = self._torch.cuda.max_memory_allocated()
 
-    def found(self) -> dict[str, int]:
-        counts = {"syncs": self._count("sync"), "blocking_copies": self._count("blocking copy")}
-        return {**counts, "memory": max(0, self._peak - self._memory)}
-
-    def _count(self, kind: str) -> int:
-        return sum(one.kind == kind for one in self._guard.waits)
+    def counts(self) -> dict[str, int]:
+        kinds = Counter(wait.kind for wait in self._guard.waits)
+        memory = max(0, self._peak - self._memory)
+        return {"syncs": kinds["sync"], "blocking_copies": kinds["blocking copy"], "memory": memory}
 
     def over(self, limits: dict[str, Any]) -> Generator[str]:
         from keepbusy.timeline.figures import NANOSECONDS, amount, duration
 
-        found = self.found()
-        wait = sum(one.duration or 0 for one in self._guard.waits)
+        counts = self.counts()
+        waited = sum(wait.duration or 0 for wait in self._guard.waits)
         for name in ("syncs", "blocking_copies"):
             limit = limits.get(f"max_{name}")
-            if limit is not None and found[name] > limit:
-                yield f"{_several(found[name], name)}, where max_{name}={limit}"
-        if "max_wait" in limits and wait > measure(limits["max_wait"], NANOSECONDS):
-            yield f"Python waited for {duration(wait)}, where max_wait={limits['max_wait']!r}"
+            if limit is not None and counts[name] > limit:
+                yield f"{_several(counts[name], name)}, where max_{name}={limit}"
+        if "max_wait" in limits and waited > measure(limits["max_wait"], NANOSECONDS):
+            yield f"Python waited for {duration(waited)}, where max_wait={limits['max_wait']!r}"
         if "max_races" in limits:
             yield from self._raced(limits["max_races"])
         if "max_memory" in limits and self._peak > measure(limits["max_memory"], _SIZES):
@@ -216,26 +215,26 @@ class TestMeasure:
             yield from self._exposed(limits["min_overlap"])
 
     def _races(self) -> tuple[DataRace, ...]:
-        """All that the virtual GPU has found so far."""
-        found: tuple[DataRace, ...] = self._machine.races() if self._machine is not None else ()
-        return found
+        """The races that the virtual GPU has found so far."""
+        races: tuple[DataRace, ...] = self._machine.races() if self._machine is not None else ()
+        return races
 
     def _raced(self, most: int) -> Generator[str]:
-        """Uses of memory that nothing orders. Only the virtual GPU knows."""
+        """More data races than the limit. Only a virtual GPU finds them."""
         if self._machine is None:
             yield "max_races cannot be measured on a real GPU; run this test where there is none"
             return
         from keepbusy.report.race_words import paragraph, several
 
-        times = {(one.kind, one.first, one.second): one.times for one in self._races_before}
-        new = [one for one in self._races() if one.times > times.get((one.kind, one.first, one.second), 0)]
+        times = {(race.kind, race.first, race.second): race.times for race in self._races_before}
+        new = [race for race in self._races() if race.times > times.get((race.kind, race.first, race.second), 0)]
         if len(new) > most:
             yield f"{several(len(new))}, where max_races={most}"
             for race in new:
                 yield from paragraph(race)
 
     def _exposed(self, least: float) -> Generator[str]:
-        """Which share of the copies' time the GPU computed beside them. Only the virtual GPU knows."""
+        """Too small a share of copies that overlap computing. Only a virtual GPU knows it."""
         if self._machine is None:
             yield "min_overlap cannot be measured on a real GPU; run this test where there is none"
             return
@@ -245,7 +244,7 @@ class TestMeasure:
         if share is not None and share < least:
             yield f"{share:.0%} of the copies ran beside the computation, where min_overlap={least}"
 
-    def told(self) -> str:
+    def waits_text(self) -> str:
         from keepbusy.fix.gate.guard import told
 
         waits: list[Wait] = self._guard.waits
@@ -273,15 +272,15 @@ def _limits(mark: pytest.Mark | None) -> dict[str, Any]:
 
 def measure(text: str, units: dict[str, int]) -> float:
     """`2ms`, `12GB`."""
-    found = _MEASURE.match(str(text))
-    unit = (units.get(found[2]) or units.get(found[2].upper())) if found else None
-    if found is None or unit is None:
+    match = _MEASURE.match(str(text))
+    unit = (units.get(match[2]) or units.get(match[2].upper())) if match else None
+    if match is None or unit is None:
         pytest.fail(f"{text!r} has no unit that is known; write a number and one of {', '.join(units)}.", pytrace=False)
-    return float(found[1]) * unit
+    return float(match[1]) * unit
 
 
-def _over_budget(found: dict[str, int], budget: dict[str, int]) -> Generator[str]:
-    for name, value in found.items():
+def _over_budget(counts: dict[str, int], budget: dict[str, int]) -> Generator[str]:
+    for name, value in counts.items():
         before = budget.get(name, value)
         if value > before * (_MARGIN if name == "memory" else 1):
             amount = f"{value} bytes of memory" if name == "memory" else _several(value, name)

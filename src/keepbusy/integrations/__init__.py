@@ -1,8 +1,8 @@
-"""keepbusy where people train and keep their figures: trainers, trackers, notebooks.
+"""Integrations with trainers, experiment trackers and notebooks.
 
-One file a trainer or notebook, imported by who uses it: `from keepbusy.integrations.transformers import
-TrainerRecording`. Here stands what they share: what was explained in Weights & Biases, TensorBoard and MLflow, each
-through its own library, that the user has; and a training that is recorded from within its own process.
+Each has a file of its own, which its users import: `from keepbusy.integrations.transformers import TrainerRecording`.
+This file holds what they share: logging a diagnosis to Weights & Biases, TensorBoard and MLflow, each through its own
+library, and recording a training from within its process.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _PAGE = "keepbusy.html"
 
 
 def log_to(diagnosis: Diagnosis, *trackers: Any, step: int | None = None) -> None:
-    """Keep what was explained where the run's figures are kept: metrics in milliseconds, and the page.
+    """Log a diagnosis: its figures as metrics in milliseconds, and its page.
 
-    A tracker is a run of Weights & Biases, a `SummaryWriter` of TensorBoard or a run of MLflow. Without one: the runs
-    of Weights & Biases and of MLflow that this process has open.
+    A tracker is a run of Weights & Biases, a `SummaryWriter` of TensorBoard or a run of MLflow. Without one, it is
+    logged to the open runs of Weights & Biases and MLflow in this process.
     """
     for tracker in trackers or _open_runs():
-        home = type(tracker).__module__.partition(".")[0]
-        if home == "wandb":
+        library = type(tracker).__module__.partition(".")[0]
+        if library == "wandb":
             _log_to_wandb(diagnosis, tracker)
-        elif home == "mlflow":
+        elif library == "mlflow":
             log_to_mlflow(diagnosis, sys.modules["mlflow"].MlflowClient(), tracker.info.run_id, step)
         elif hasattr(tracker, "add_scalar"):
             _log_to_tensorboard(diagnosis, tracker, step)
@@ -47,7 +47,7 @@ def _open_runs() -> list[Any]:
 
 
 def _log_to_wandb(diagnosis: Diagnosis, run: Any) -> None:
-    """Its steps are its own: a row that names one of the past would be dropped."""
+    """Without a step: Weights & Biases would drop a row with a step of the past."""
     run.log(figures(diagnosis))
     page = sys.modules["wandb"].Artifact(f"keepbusy-{run.id}", type="report")
     with page.new_file(_PAGE, encoding="utf-8") as file:
@@ -56,7 +56,7 @@ def _log_to_wandb(diagnosis: Diagnosis, run: Any) -> None:
 
 
 def _log_to_tensorboard(diagnosis: Diagnosis, writer: Any, step: int | None) -> None:
-    """It shows no pages, so the page lies beside its events, and the report is its text."""
+    """TensorBoard shows no pages, so the page is written beside its events, and the report is logged as text."""
     for name, time in figures(diagnosis).items():
         writer.add_scalar(name, time, step)
     page = Path(writer.log_dir) / _PAGE
@@ -73,12 +73,12 @@ def log_to_mlflow(diagnosis: Diagnosis, client: Any, run: str, step: int | None)
 
 
 def figures(diagnosis: Diagnosis) -> dict[str, float]:
-    """Milliseconds a step: where they go, and what each fix of the plan is predicted to save after those before it."""
+    """Milliseconds per step: the ledger, and the predicted saving of each fix after the earlier ones of the plan."""
     times = {"step": diagnosis.plain_step, "waiting": diagnosis.waiting, "predicted_step": diagnosis.predicted.step}
     times |= {f"ledger/{place}": time for place, time in diagnosis.ledger.items()}
-    for one in diagnosis.plan:
-        name = " at ".join([f"predicted_gain/{one.fix}", *(Path(str(where)).name for where in one.where[:1])])
-        times[name] = times.get(name, 0) + one.gain
+    for fix in diagnosis.plan:
+        name = " at ".join([f"predicted_gain/{fix.fix}", *(Path(str(where)).name for where in fix.where[:1])])
+        times[name] = times.get(name, 0) + fix.gain
     return {f"keepbusy/{name}": time / 1e6 for name, time in times.items()}
 
 
@@ -87,9 +87,9 @@ def _page_of(diagnosis: Diagnosis) -> str:
 
 
 class WatchedTraining:
-    """From `begin` to `end`: on a real GPU recorded, on a virtual one taken from its clock.
+    """A training between `begin` and `end`: recorded on a real GPU, taken from the clock of a virtual one.
 
-    It is no reason for a training to fail: whatever goes wrong is one sentence on standard error.
+    It never makes a training fail: an error is one sentence on standard error.
     """
 
     def __init__(self) -> None:
@@ -108,30 +108,30 @@ class WatchedTraining:
             _say("there is no GPU here, so nothing is recorded; `keepbusy run` lends a virtual one")
         elif _machine() is not None:
             self._is_on = True
-        elif not ENDED:  # else `keepbusy run` looks on already, and its report follows
+        elif not ENDED:  # otherwise `keepbusy run` records this process already, and will report
             self._is_on, self._session = True, keepbusy.record()
             self._session.__enter__()
 
     def end(self, folder: str | Path) -> Diagnosis | None:
-        """What was found, once; its page lies in that folder."""
+        """The diagnosis, the first time; its page is written into the folder."""
         import keepbusy
 
         page = Path(folder) / _PAGE
         try:
-            if (seen := self.leave()) is None:
+            if (timeline := self.leave()) is None:
                 return None
-            self.diagnosis = keepbusy.explain(without_first_steps(seen))
+            self.diagnosis = keepbusy.explain(without_first_steps(timeline))
             page.parent.mkdir(parents=True, exist_ok=True)
             write_whole(page, _page_of(self.diagnosis))
         except Exception as error:
-            known = isinstance(error, BadInput | OSError)
-            _say(str(error) if known else f"a bug of keepbusy: {type(error).__name__}: {error}")
+            is_expected = isinstance(error, BadInput | OSError)
+            _say(str(error) if is_expected else f"a bug of keepbusy: {type(error).__name__}: {error}")
         else:
             _say(f"{page} shows for what the GPU waited")
         return self.diagnosis
 
     def leave(self) -> Timeline | None:
-        """What happened, once, for somebody who brings several ranks together."""
+        """The timeline, the first time, for callers that merge several ranks."""
         if not self._is_on:
             return None
         self._is_on = False
@@ -139,14 +139,14 @@ class WatchedTraining:
         machine = _machine()
         if machine is None:
             self._session.__exit__(None, None, None)
-            recorded: Timeline = self._session.whole
-            return recorded.change_facts(source=source)
-        whole: Timeline = machine.clock.timeline(**machine.facts(), source=source)
-        return whole
+            timeline: Timeline = self._session.whole.change_facts(source=source)
+        else:
+            timeline = machine.clock.timeline(**machine.facts(), source=source)
+        return timeline
 
 
 def _machine() -> Any:
-    """The virtual one of this process, if it has one."""
+    """The virtual machine of this process, if it has one."""
     module = sys.modules.get("keepbusy.virtual.machine")
     return module.MACHINE if module and hasattr(module.MACHINE, "clock") else None
 

@@ -1,4 +1,4 @@
-"""`Accelerator(log_with=[AccelerateRecording()])`: what `init_trackers` begins and `end_training` ends, explained."""
+"""`Accelerator(log_with=[AccelerateRecording()])`: records from `init_trackers` to `end_training`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from keepbusy.integrations import WatchedTraining, log_to
 
 
 class AccelerateRecording(GeneralTracker):
-    """Runs of Weights & Biases and MLflow get the figures and the page, if it stands before them in `log_with`.
+    """Logs the figures and the page to runs of Weights & Biases and MLflow, if it comes before them in `log_with`.
 
-    The page lies in `folder`. `tracker` is the diagnosis, so that `keepbusy.integrations.log_to` can take it elsewhere:
-    to `accelerator.get_tracker("tensorboard").writer`.
+    The page is written into `folder`. `tracker` is the diagnosis, for `keepbusy.integrations.log_to` with another
+    tracker, such as `accelerator.get_tracker("tensorboard").writer`.
     """
 
     name = "keepbusy"
@@ -34,5 +34,5 @@ class AccelerateRecording(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        if found := self._training.end(self._folder):
-            log_to(found)
+        if diagnosis := self._training.end(self._folder):
+            log_to(diagnosis)

@@ -14,9 +14,9 @@ from keepbusy.integrations import WatchedTraining, figures, log_to, log_to_mlflo
 
 
 class LightningRecording(Callback):
-    """The trainer's loggers get the figures, and what can keep it the page, which lies in the folder of the logs, too.
+    """Logs the figures to the trainer's loggers, and the page to those that can keep it and to the folder of the logs.
 
-    `training.diagnosis` is what was found.
+    `training.diagnosis` is the diagnosis.
     """
 
     def __init__(self) -> None:
@@ -27,14 +27,14 @@ class LightningRecording(Callback):
             self.training.begin()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        found = self.training.end(trainer.log_dir or trainer.default_root_dir)
-        if found is None:
+        diagnosis = self.training.end(trainer.log_dir or trainer.default_root_dir)
+        if diagnosis is None:
             return
         for logger in trainer.loggers:
             kind = type(logger).__name__
             if kind == "MLFlowLogger":
-                log_to_mlflow(found, logger.experiment, logger.run_id, trainer.global_step)
+                log_to_mlflow(diagnosis, logger.experiment, logger.run_id, trainer.global_step)
             elif kind in ("TensorBoardLogger", "WandbLogger"):
-                log_to(found, logger.experiment, step=trainer.global_step)
+                log_to(diagnosis, logger.experiment, step=trainer.global_step)
             else:
-                logger.log_metrics(figures(found), trainer.global_step)
+                logger.log_metrics(figures(diagnosis), trainer.global_step)

@@ -1,4 +1,4 @@
-"""Ray: a training whose workers are all recorded, on real GPUs or virtual ones, and traces that a cluster reads."""
+"""Ray: records all workers of a training, on real or virtual GPUs, and reads traces on a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keepbusy.traces.trace_file import tried
 
 
 class RayRecording:
-    """A train loop in whose place it stands: each worker is recorded, and the driver has one report of them all.
+    """Takes the place of a train loop: each worker is recorded, and the driver has one report of all.
 
     recording = RayRecording(train_loop)
     TorchTrainer(recording, scaling_config=ScalingConfig(num_workers=4, use_gpu=True)).fit()
@@ -36,30 +36,33 @@ class RayRecording:
         self.__name__ = getattr(train_loop, "__name__", "train_loop")
 
     def __call__(self, *config: Any) -> Any:
-        """In a worker. What it leaves goes to the driver before Ray ends it, also where the loop fails."""
+        """Run the loop in a worker, and send its timeline to the driver before Ray ends the worker, even on failure."""
         rank, training = ray.train.get_context().get_world_rank(), WatchedTraining()
         training.begin()
         try:
             return self._train_loop(*config)
         finally:
             try:
-                seen = training.leave()
-                left: bytes | str = to_bytes(seen) if seen else "it has no GPU"
-            except Exception as why:  # which is no reason for a training to fail
-                left = str(why)
-            ray.get(self._kept.keep.remote(rank, left))
+                timeline = training.leave()
+                result: bytes | str = to_bytes(timeline) if timeline else "it has no GPU"
+            except Exception as error:  # recording must not make a training fail
+                result = str(error)
+            ray.get(self._kept.keep.remote(rank, result))
 
     @property
     def timeline(self) -> Timeline:
-        """Of all ranks; of one that was started again, the last time."""
-        left = ray.get(self._kept.left.remote())
-        seen = [from_bytes(one) for _, one in sorted(left.items()) if isinstance(one, bytes)]
-        why = [f"Rank {rank} is missing from this report: {one}" for rank, one in left.items() if isinstance(one, str)]
-        if not seen:
-            raise BadInput(why[0] if why else "no worker of this training has come to its end yet.")
-        whole = without_first_steps(merge([one for one in seen if len(one)] or seen[:1]))
+        """The timeline of all ranks. A rank that was started again counts with its last run."""
+        timelines, missing = list[Timeline](), list[str]()
+        for rank, result in sorted(ray.get(self._kept.results.remote()).items()):
+            if isinstance(result, bytes):
+                timelines.append(from_bytes(result))
+            else:
+                missing.append(f"Rank {rank} is missing from this report: {result}")
+        if not timelines:
+            raise BadInput(missing[0] if missing else "no worker of this training has come to its end yet.")
+        run = without_first_steps(merge([timeline for timeline in timelines if len(timeline)] or timelines[:1]))
         source = Path(inspect.getfile(self._train_loop)).name
-        return whole.change_facts(source=source, sources=(), notes=(*whole.facts.notes, *why))
+        return run.change_facts(source=source, sources=(), notes=(*run.facts.notes, *missing))
 
     def explain(self) -> Any:
         """A `Diagnosis`: why the GPUs wait, and who waits for whom."""
@@ -69,19 +72,19 @@ class RayRecording:
 
 
 class KeptRanks:
-    """An actor: what the workers left, by rank."""
+    """An actor that keeps the result of each rank: its timeline as bytes, or why there is none."""
 
     def __init__(self) -> None:
-        self._left: dict[int, bytes | str] = {}
+        self._results: dict[int, bytes | str] = {}
 
-    def keep(self, rank: int, left: bytes | str) -> None:
-        self._left[rank] = left
+    def keep(self, rank: int, result: bytes | str) -> None:
+        self._results[rank] = result
 
-    def left(self) -> dict[int, bytes | str]:
-        return self._left
+    def results(self) -> dict[int, bytes | str]:
+        return self._results
 
 
-# A cluster without GPUs: ray.init(num_gpus=4), ScalingConfig(use_gpu=True), and these
+# A cluster without GPUs, with ray.init(num_gpus=4) and ScalingConfig(use_gpu=True)
 
 
 class VirtualGpus(TorchConfig):
@@ -97,7 +100,7 @@ class VirtualGpus(TorchConfig):
 
 
 class _VirtualBackend(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Before PyTorch's process group is made, whose links are virtual, too."""
+    """Starts the virtual GPUs before PyTorch's process group is made, whose links are virtual, too."""
 
     def on_start(self, worker_group: Any, backend_config: VirtualGpus) -> None:
         worker_group.execute(_take_virtual_gpus, backend_config.on, backend_config.clock == "measured")
@@ -111,20 +114,20 @@ def _take_virtual_gpus(on: str, measured: bool) -> None:
     start(Options(on, worker.get_local_world_size(), measured), worker.get_world_rank())
 
 
-# Very many ranks' traces, on files that all nodes see
+# Traces of very many ranks, in files that all nodes can read
 
 
 def each_on_ray(
     names: list[str], made: Callable[[str], Any], on_progress: Callable[[str, float], Any] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """What is made of each file, as it comes; of no more files at a time than the cluster has processors."""
+    """What is made of each file, in the order of completion. So many files are read at a time as there are cores."""
     ray.init(ignore_reinit_error=True, log_to_driver=False)
-    task, left = ray.remote(tried), iter(enumerate(names))
+    task, unread = ray.remote(tried), iter(enumerate(names))
     cores = int(ray.cluster_resources().get("CPU", 1))
-    waits = {task.remote(name, made): index for index, name in islice(left, cores)}
+    waits = {task.remote(name, made): index for index, name in islice(unread, cores)}
     for done in range(1, len(names) + 1):
         (ended,), _ = ray.wait(list(waits), num_returns=1)
         yield waits.pop(ended), ray.get(ended)
         if on_progress:
             on_progress(f"reading {len(names)} traces on Ray", done / len(names))
-        waits |= {task.remote(name, made): index for index, name in islice(left, 1)}
+        waits |= {task.remote(name, made): index for index, name in islice(unread, 1)}

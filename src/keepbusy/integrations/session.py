@@ -1,4 +1,4 @@
-"""`with keepbusy.record() as run`: what runs in the block on a real GPU, logged and explained from within."""
+"""`with keepbusy.record() as run`: records a block that uses a real GPU, from within its process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(memory: bool = False) -> Session:
 
 
 class Session:
-    """What happens within the `with` block is recorded; afterwards it can be explained, again and again."""
+    """Records what happens within the `with` block. Afterwards it can be explained as often as one likes."""
 
     def __init__(self, memory: bool = False) -> None:
         self._memory = memory
@@ -38,13 +38,15 @@ class Session:
         self._log, self._why_not = start(self._folder, self._memory)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if self._log is not None:
             self._log.end()
 
     @cached_property
     def whole(self) -> Timeline:
-        """All that was recorded."""
+        """The timeline of all that was recorded."""
         from keepbusy.log.logged_run import read_processes, timeline_of_processes
 
         if self._log is None or self._log.is_going_on:
@@ -56,7 +58,7 @@ class Session:
 
     @property
     def timeline(self) -> Timeline:
-        """The iterations that were recorded, for `keepbusy.save` and whoever likes to look himself."""
+        """The iterations that were recorded, for example for `keepbusy.save`."""
         from keepbusy.timeline.steps import without_first_steps
 
         return without_first_steps(self.whole)

@@ -12,9 +12,9 @@ from keepbusy.integrations import WatchedTraining, figures, log_to
 
 
 class TrainerRecording(TrainerCallback):
-    """Where the trainer logs, the figures and the page are logged, too; the page lies in its `output_dir`.
+    """Logs the figures and the page where the trainer logs, and writes the page into its `output_dir`.
 
-    `training.diagnosis` is what was found.
+    `training.diagnosis` is the diagnosis.
     """
 
     def __init__(self) -> None:
@@ -25,25 +25,25 @@ class TrainerRecording(TrainerCallback):
             self.training.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the last one: at the end of the training the trackers of the trainer may have closed their runs."""
+        """End with the last step: at the end of the training, trackers may have closed their runs."""
         if control.should_training_stop:
             self.on_train_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        found = self.training.end(args.output_dir)
-        if found is None:
+        diagnosis = self.training.end(args.output_dir)
+        if diagnosis is None:
             return
-        state.log_history.append({"step": state.global_step, **figures(found)})
-        log_to(found, step=state.global_step)
+        state.log_history.append({"step": state.global_step, **figures(diagnosis)})
+        log_to(diagnosis, step=state.global_step)
         if "tensorboard" in args.report_to and (folder := _events_of(args)):
             from torch.utils.tensorboard import SummaryWriter
 
             with SummaryWriter(str(folder)) as writer:
-                log_to(found, writer, step=state.global_step)
+                log_to(diagnosis, writer, step=state.global_step)
 
 
 def _events_of(args: Any) -> Path | None:
-    """The folder in which the trainer's own callback has begun to write: the latest, if it was not told another."""
-    told = os.environ.get("TENSORBOARD_LOGGING_DIR")
-    begun = [Path(told).expanduser()] if told else Path(args.output_dir).glob("runs/*")
-    return max(begun, key=lambda folder: folder.stat().st_mtime, default=None)
+    """The folder of the trainer's own TensorBoard callback: the one that is set, or else the latest."""
+    setting = os.environ.get("TENSORBOARD_LOGGING_DIR")
+    folders = [Path(setting).expanduser()] if setting else Path(args.output_dir).glob("runs/*")
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
