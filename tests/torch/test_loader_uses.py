@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from keepbusy.program.loader_uses import KEPT_TURNS, Loaders
+from keepbusy.program.loader_uses import KEPT_ITERATIONS, Loaders
 
 MS = 1_000_000
 
@@ -31,12 +31,17 @@ def test_of_very_many_turns_a_loader_keeps_means_of_neighbours() -> None:
     loaders = Loaders(clock=lambda: now[0])
     loaders.begin()
     try:
-        for number, _ in enumerate(watched(DataLoader(range(3 * KEPT_TURNS)), loaders, lambda: now[0])):
+        for number, _ in enumerate(watched(DataLoader(range(3 * KEPT_ITERATIONS)), loaders, lambda: now[0])):
             now[0] += 2_000 * MS if number % 100 == 0 else 5 * MS
     finally:
         loaders.end()
     [use] = loaders.used()
-    assert (use.batches, use.passes, use.each, len(use.turns)) == (3 * KEPT_TURNS, 1, 4, (3 * KEPT_TURNS - 1) // 4)
+    assert (use.batches, use.passes, use.each, len(use.turns)) == (
+        3 * KEPT_ITERATIONS,
+        1,
+        4,
+        (3 * KEPT_ITERATIONS - 1) // 4,
+    )
     assert use.turn == 5 * MS
     assert max(use.turns) == (2_000 + 3 * 5) * MS // 4
 

@@ -1,6 +1,6 @@
 """A user's program, run as it is: as `__main__`, with its children, its lines and its steps.
 
-What records on a real GPU and what stands in for one both begin here.
+The log of a real GPU and the virtual GPU are both built on this room.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 ENDED: list[Callable[[], object]] = []
-"""Who wants to know that a step has ended. Empty, but while somebody looks at the run."""
+"""Functions to call when a step has ended. Empty unless keepbusy records the run."""
 
 
 def step() -> None:
-    """Say that a step ends here. Does nothing but while keepbusy looks at the run."""
-    for tell in ENDED:
-        tell()
+    """Announce the end of a step. Does nothing unless keepbusy records the run."""
+    for end_of_step in ENDED:
+        end_of_step()

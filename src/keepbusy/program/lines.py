@@ -1,8 +1,7 @@
-"""Where the program is: a stack walk at the call, from the operator out to the script.
+"""The place of a call: found by a stack walk from the operator out to the script.
 
-The place of a call is the chain of the user's own lines and of library frames with a loop, as a trainer's, and the
-innermost library frame after them where a library stands between the user and PyTorch. A chain seen before costs a
-walk and one look-up.
+A place is the chain of the user's lines and of library frames with a loop, such as a trainer's, and the innermost
+library frame if a library is between the user and PyTorch. A known chain costs a walk and one look-up.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ _FOLDERS = _SPEC.submodule_search_locations if _SPEC else None
 _TORCH = _FOLDERS[0] + os.sep if _FOLDERS else "<not installed>"
 _BACKWARD = {number for name, number in dis.opmap.items() if name.startswith("JUMP_BACKWARD")}
 KEPT_AT_EITHER_END = 24
-"""User lines of a chain; recursion may go deeper, and its middle is left out: the outer end is where the loops are."""
+"""So many user lines are kept at both ends of a chain. Deep recursion loses its middle: loops are at the outer end."""
 USER, LIBRARY, TORCH, PYTHON, HIDDEN, OUTSIDE = range(6)
-"""Whose code it is: the user's own; an installed package's; a part of PyTorch, or of ours, that speaks for itself;
-Python's; hidden is PyTorch's way from a call to an operator, machinery, and else what is ours;
-what calls the script stands outside of it."""
+"""Kinds of code: the user's; an installed package's; a part of PyTorch, or of keepbusy, that is shown; Python's; HIDDEN
+is the rest of PyTorch, from a call to its operator, and of keepbusy; OUTSIDE is what calls the script."""
 TEXTS: dict[str, str] = {}
-"""Programs that are no files: their source, by the name that Python gives them."""
+"""Sources of programs that are no files, by the name that Python gives them."""
 _BY_OPTION = {"<string>": "-c", "<stdin>": "-"}
-"""Under the name that Python gives it stands other code, too, as of dataclasses: a place says how it was given."""
+"""How places name such programs, because Python gives the same name to other code, such as that of dataclasses."""
 PROGRAM_CODE = (USER, LIBRARY)
-"""What a program consists of, but for PyTorch and Python."""
+"""Code of the program, without PyTorch and Python."""
 
 
 def compiled_as_written(source: bytes, file: str) -> CodeType:
-    """Without what this module has imported from `__future__`."""
+    """Compile without what this module has imported from `__future__`."""
     return compile(source, file, "exec", dont_inherit=True)
 
 
@@ -57,24 +55,24 @@ _RAN_ELSEWHERE: list[str] = []
 
 
 def set_program(path: str) -> None:
-    """What `program_path` was in the process whose lines are told of here."""
+    """Set `program_path` to that of another process, whose lines are shown in this one."""
     _RAN_ELSEWHERE.append(path)
 
 
 def set_launcher() -> None:
-    """What calls `keepbusy run`, as the script that pip wrote for it, is no code of the user's."""
+    """Mark the callers of `keepbusy run`, such as the script that pip wrote, as no code of the user's."""
     files = {frame.f_code.co_filename for frame in outwards(sys._getframe())}
     _LAUNCHERS.update(file for file in files if kind_of(file) in PROGRAM_CODE)
 
 
 class Places:
-    """Numbers for places, as the clock's `place` gives them."""
+    """Numbers for places, which the clock's `place` assigns."""
 
     def __init__(self, number: Callable[..., int]) -> None:
         self._number = number
         self.lines: dict[str, tuple[CodeType, int]] = {}
-        """Of each line as it is written: its code, and its number."""
-        # by identity, for Python takes the same words in two files for equal; what is kept keeps its identity
+        """The code and the line number of each line by its text."""
+        # by identity, because Python takes equal code in two files for equal; `_codes` keeps the objects alive
         self._kinds: dict[int, int] = {}
         self._codes: dict[int, CodeType] = {}
         self._known: dict[tuple[Any, ...], int] = {}
@@ -92,9 +90,9 @@ class Places:
                 self._codes[code] = frame.f_code
                 kind = kind_of(frame.f_code.co_filename)
                 if kind == LIBRARY and holds_loop(frame.f_code):
-                    kind = USER  # its line belongs to the chain as the user's own do
+                    kind = USER  # its line belongs to the chain like the user's
                 kinds[code] = kind
-            if kind == HIDDEN:  # most are
+            if kind == HIDDEN:  # most frames
                 frame = frame.f_back
                 continue
             if kind == USER:
@@ -106,28 +104,28 @@ class Places:
             frame = frame.f_back
         if len(key) > 4 * KEPT_AT_EITHER_END:
             del key[2 * KEPT_AT_EITHER_END : -2 * KEPT_AT_EITHER_END]
-        whole = (*key, library)
-        number = self._known.get(whole)
+        identity = (*key, library)
+        number = self._known.get(identity)
         if number is None:
-            lines = [self._line(key[at], key[at + 1]) for at in range(len(key) - 2, -1, -2)]
+            lines = [self._line(key[index], key[index + 1]) for index in range(len(key) - 2, -1, -2)]
             lines += [self._line(*library)] if library and lines else []
-            number = self._known[whole] = self._number(*lines)
+            number = self._known[identity] = self._number(*lines)
         return number
 
     def _line(self, identity: int, instruction: int) -> str:
         code = self._codes[identity]
         line = line_number(code, instruction)
-        written = f"{shown(code.co_filename)}({line}): {code.co_name}"
-        self.lines[written] = code, line
-        return written
+        text = f"{shown(code.co_filename)}({line}): {code.co_name}"
+        self.lines[text] = code, line
+        return text
 
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """Other threads stand still while one looks at their frames, and let go of nothing that it would then hold.
+    """Keep other threads from running while this one looks at their frames, so that it never holds their objects last.
 
-    It has the interpreter to itself for 5 ms, unless it waits for something, or the collector runs the program's own
-    code. Python before 3.12 does not bear that while frames are looked at, either.
+    A thread has the interpreter to itself for 5 ms, unless it waits for something, or the garbage collector runs code
+    of the program, which Python before 3.12 also does not support while frames are inspected.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -139,12 +137,12 @@ def at_rest() -> Iterator[None]:
 
 
 def stacks_of(threads: Iterable[int]) -> dict[int, list[tuple[CodeType, int]]]:
-    """Where these threads are, from the inside out: code and instruction. None of their frames outlives the look."""
+    """The stacks of these threads, from the inside out: code and instruction. No frame outlives this call."""
     with at_rest():
         frames = sys._current_frames()
-        found = {thread: [(each.f_code, each.f_lasti) for each in outwards(frames.get(thread))] for thread in threads}
-        frames.clear()  # with our own frame in it, it would last until the collector comes, and all that they hold
-    return found
+        stacks = {thread: [(each.f_code, each.f_lasti) for each in outwards(frames.get(thread))] for thread in threads}
+        frames.clear()  # it contains this frame, so otherwise this cycle would keep all frames and what they hold
+    return stacks
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -154,19 +152,19 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def program_lines(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
-    """Where a program stands, from the inside out: its own lines and its libraries'."""
+    """The current lines of the program and its libraries, from the inside out."""
     for caller in outwards(frame):
         if kind_of(caller.f_code.co_filename) in PROGRAM_CODE:
             yield caller.f_code, caller.f_lineno or 0
 
 
 def holds_loop(code: CodeType) -> bool:
-    """Whether it jumps back anywhere."""
+    """Whether the code has a backward jump."""
     return not _BACKWARD.isdisjoint(code.co_code[::2])
 
 
 def kind_of(file: str) -> int:
-    """Whose code a file holds."""
+    """The kind of a file's code."""
     if file == _SCRIPT or file in _LAUNCHERS:
         return OUTSIDE
     if file in TEXTS:
@@ -182,10 +180,11 @@ def kind_of(file: str) -> int:
 
 @cache
 def _installed_into(file: str) -> str:
-    """The folder into which somebody installed the package that a file belongs to, or nothing: no package's.
+    """The folder into which the file's package was installed, or "" if it belongs to no package.
 
-    That is Python's own, or one of `pip install --target`, where each package says in its RECORD what it brought; what
-    else lies there is the user's. A file is asked for when it is met first, for then its folder is where Python looks.
+    That is Python's own folder, or one of `pip install --target`, where each package lists its files in its RECORD;
+    other files there are the user's. This is cached when a file is first seen, because then its folder is in
+    `sys.path`.
     """
     for part in _INSTALLED:
         if part in file:
@@ -198,27 +197,27 @@ def _installed_into(file: str) -> str:
 
 @cache
 def _brought_into(folder: str) -> frozenset[str]:
-    """The packages and modules that were installed there, by name as it stands in the folder."""
-    found = set[str]()
+    """The names of packages and modules that were installed into a folder."""
+    names = set[str]()
     for record in Path(folder).glob("*.dist-info/RECORD"):
         with suppress(OSError):
             lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
-            found |= {line.split(",", 1)[0].split("/", 1)[0] for line in lines}
-    return frozenset(found)
+            names |= {line.split(",", 1)[0].split("/", 1)[0] for line in lines}
+    return frozenset(names)
 
 
 def is_importing(file: str) -> bool:
-    """Whether it is Python's own way of importing, which calls what the module does."""
+    """Whether this is Python's own code that imports modules, and so calls their code."""
     return file.startswith("<frozen importlib")
 
 
 def is_ours(file: str) -> bool:
-    """Ours, or Python's own way of importing: code in whose midst the program cannot be left."""
+    """Whether this is keepbusy's code or Python's import code, in which the program must not be interrupted."""
     return (file.startswith(OURS) or is_importing(file)) and file != _SCRIPT
 
 
 def warn_program(text: str) -> None:
-    """A warning at the program's line, out of ours."""
+    """Warn at the program's line that called keepbusy."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and is_ours(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
@@ -229,17 +228,14 @@ _CALL = compile("native(*args, **kwargs)", "", "eval")
 
 
 def call_at_program(native: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What C++ warns of is said of the line that calls it: here that is the program's, out of ours."""
+    """Call it such that warnings of C++ name the program's line, not keepbusy's."""
     frame = next(caller for caller in outwards(sys._getframe(1)) if not is_ours(caller.f_code.co_filename))
     call = _CALL.replace(co_filename=frame.f_code.co_filename, co_firstlineno=frame.f_lineno)
     return eval(call, frame.f_globals, {"native": native, "args": args, "kwargs": kwargs})
 
 
 def program_path() -> str:
-    """The file that runs, or the folder of its package where that was named: `-m package.module`.
-
-    It is the user's own wherever it lies.
-    """
+    """The file that runs, or the folder of its package with `-m package.module`. It is the user's, wherever it is."""
     if _RAN_ELSEWHERE:
         return _RAN_ELSEWHERE[-1]
     main = sys.modules.get("__main__")
@@ -258,7 +254,7 @@ _ON_THEIR_OWN = (
     "serialization.py",
     "_tensor_str.py",
 )
-"""Parts of PyTorch that read values on their own account: who waits there should know that the line is theirs."""
+"""Parts of PyTorch that read values themselves; a wait there is shown at their line."""
 
 
 def line_number(code: CodeType, instruction: int) -> int:
@@ -269,7 +265,7 @@ def line_number(code: CodeType, instruction: int) -> int:
 
 
 def shown(file: str) -> str:
-    """As Kineto writes it: of an installed package from its name on, else relative to where the program runs."""
+    """A file as Kineto shows it: from the name of an installed package on, or relative to the current folder."""
     if file in TEXTS:
         return _BY_OPTION[file]
     if file.startswith(OURS):
@@ -280,6 +276,6 @@ def shown(file: str) -> str:
         return next(file[len(root) :] for root in _LIBRARIES if file.startswith(root))
     try:
         relative = os.path.relpath(file)
-    except (ValueError, OSError):  # it has no name, or the folder that the program runs in is gone
+    except (ValueError, OSError):  # it has no name, or the current folder was removed
         return file
     return file if relative.startswith("..") else relative

@@ -1,7 +1,7 @@
-"""Functions of PyTorch's that are replaced while a program is recorded, and put back afterwards.
+"""Replaces functions of PyTorch while a program is recorded, and puts them back afterwards.
 
-Nothing is imported for it: what the program sets before its imports (threads, devices, logs) keeps its meaning. What is
-not there yet is replaced right after the program has imported it.
+Nothing is imported for that, so what the program sets before its imports (threads, devices, logs) keeps its effect. A
+module that is not imported yet is patched right after the program has imported it.
 """
 
 from __future__ import annotations
@@ -19,63 +19,63 @@ Function = Callable[..., Any]
 
 
 class Patches:
-    """What was replaced, in order. What somebody else has replaced since then is left to him."""
+    """Replacements in order. What somebody else has replaced since then is left as it is."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, made: Callable[[Function], Function]) -> None:
-        """`made` is given the original, and gives what stands in its place. What is not there needs nothing."""
+        """Replace an attribute with what `made` makes of the original. A missing attribute is ignored."""
         original, own = getattr(owner, name, None), vars(owner).get(name)
         if original is None:
             return
         is_inherited = own is None and isinstance(owner, type) and isinstance(original, FunctionType)
         plain = _inherited(owner, name) if is_inherited else original
-        ours: Function = functools.wraps(original)(made(plain))
+        replacement: Function = functools.wraps(original)(made(plain))
         if isinstance(original, _BuiltIn) or not hasattr(type(original), "__get__"):
-            ours = _BuiltIn(ours)
-        setattr(owner, name, ours)
+            replacement = _BuiltIn(replacement)
+        setattr(owner, name, replacement)
 
         def put_back() -> None:
-            if vars(owner).get(name) is ours and own is None:
+            if vars(owner).get(name) is replacement and own is None:
                 delattr(owner, name)
-            elif vars(owner).get(name) is ours:
+            elif vars(owner).get(name) is replacement:
                 setattr(owner, name, own)
 
         self.later(put_back)
 
     def wrap(self, owner: Any, name: str, around: Function) -> None:
-        """`around` is called instead, with the original before what that would be given."""
+        """Replace a function with `around`, which gets the original as its first argument."""
         self.replace(owner, name, lambda original: lambda *args, **kwargs: around(original, *args, **kwargs))
 
     def later(self, undo: Callable[[], object]) -> None:
-        """Something else that is to be undone with the rest."""
+        """Add something else to undo."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """The last one first. To do it twice does nothing."""
+        """Undo everything, the last first. A second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
 
 class _BuiltIn(staticmethod):  # type: ignore[type-arg]
-    """As a built-in function it is no method where a class has it, and is pickled by its name."""
+    """Like a built-in function, it is no method when a class has it, and is pickled by its name."""
 
     def __reduce__(self) -> str:
         return self.__name__
 
 
 def _inherited(owner: type, name: str) -> Function:
-    """Found anew at each call, for others may replace it meanwhile, as `torch.fx` does while it traces."""
+    """Look the function up at each call, because others may replace it, as `torch.fx` does while it traces."""
 
-    def inherited(one: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(owner, one), name)(*args, **kwargs)
+    def inherited(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(owner, instance), name)(*args, **kwargs)
 
     return inherited
 
 
 def when_imported(name: str, then: Callable[[], object]) -> None:
-    """Call `then` right after the program's own import of the module; at once if it has been imported already."""
+    """Call `then` right after the program has imported the module, or at once if it is imported already."""
     if name in sys.modules:
         then()
     else:
@@ -83,15 +83,15 @@ def when_imported(name: str, then: Callable[[], object]) -> None:
 
 
 class _Expected:
-    """Asked first for every import, it answers for one module only, until that is run.
+    """An import finder that comes first and answers for one module only, until that is executed.
 
-    Many ask where a module is and do not import it then: `find_spec("torch")` is how others learn that it is installed.
+    Being asked does not mean that the module is imported: `find_spec("torch")` only checks that it is installed.
     """
 
     def __init__(self, name: str, then: Callable[[], object]) -> None:
         self._name, self._then = name, then
         self._asking = set[int]()
-        """Threads that are asking those who know modules."""
+        """Threads that are asking the other finders."""
 
     def find_spec(
         self, name: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
@@ -109,11 +109,11 @@ class _Expected:
         return spec
 
     def _follow(self, loader: object) -> None:
-        """The loader is this module's own. It stays what it is, but for the one time when the module is run."""
+        """Call `then` after this loader, which belongs to the module alone, has executed it."""
         execute = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_module(module: ModuleType) -> None:
-            vars(loader).pop("exec_module", None)  # of several who follow it, the first has taken it away
+            vars(loader).pop("exec_module", None)  # if several follow it, the first has removed it
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             execute(module)
@@ -122,11 +122,11 @@ class _Expected:
         loader.exec_module = exec_module  # type: ignore[attr-defined]
 
 
-# What PyTorch's compiler and TorchScript make of what is replaced.
+# How PyTorch's compiler and TorchScript treat replaced functions
 
 
 def left_alone(function: Function) -> Function:
-    """What PyTorch's compiler is not to look into, wherever it meets it: neither it nor what it calls is compiled.
+    """Keep PyTorch's compiler from compiling the function and what it calls.
 
     `torch.compiler.disable` would import the compiler.
     """
@@ -138,33 +138,33 @@ def left_alone(function: Function) -> Function:
 
 
 def called_plainly(function: Function) -> Function:
-    """What is called where a compiled function goes on as Python: what it calls is compiled as if called without it."""
+    """Keep PyTorch's compiler from compiling the function, but let it compile what the function calls."""
     from keepbusy.torch_names.hooks import never_compile
 
     return never_compile(function, "DEFAULT")
 
 
 def admit_lazy_parameters(patches: Patches) -> None:
-    """Parameters without a shape know the methods that they may be asked for by identity, so they are told the new."""
+    """Let lazy parameters accept replaced methods, because they check allowed methods by identity."""
     from torch import Tensor
 
     from keepbusy.torch_names.hooks import LAZY_METHODS
 
-    known = getattr(*LAZY_METHODS)
-    setattr(*LAZY_METHODS, known + [getattr(Tensor, method.__name__, method) for method in known])
-    patches.later(lambda: setattr(*LAZY_METHODS, known))
+    allowed = getattr(*LAZY_METHODS)
+    setattr(*LAZY_METHODS, allowed + [getattr(Tensor, method.__name__, method) for method in allowed])
+    patches.later(lambda: setattr(*LAZY_METHODS, allowed))
 
 
 def admit_scripts(patches: Patches) -> None:
-    """TorchScript knows PyTorch's functions by identity, and is to know what stands in their place."""
+    """Let TorchScript recognize replaced functions, because it knows PyTorch's functions by identity."""
     from keepbusy.torch_names.hooks import FIND_FOR_SCRIPT, make_script_table
 
-    make_script_table()  # made of PyTorch's own, before they are replaced
+    make_script_table()  # built from PyTorch's own functions, before they are replaced
 
-    def find(plain: Function, function: Any) -> Any:
-        found = plain(function)
-        while found is None and (function := getattr(function, "__wrapped__", None)) is not None:
-            found = plain(function)
-        return found
+    def find(original: Function, function: Any) -> Any:
+        name = original(function)
+        while name is None and (function := getattr(function, "__wrapped__", None)) is not None:
+            name = original(function)
+        return name
 
     patches.wrap(*FIND_FOR_SCRIPT, find)

@@ -1,5 +1,4 @@
-"""The processes and threads of a run: those that the program spawns, one of ours beside it, and where they leave what
-they tell each other."""
+"""The processes and threads of a run: spawned children, hidden threads, descriptors, folders, and ranks."""
 
 from __future__ import annotations
 
@@ -29,26 +28,26 @@ from weakref import finalize
 from keepbusy.program.patches import Patches
 from keepbusy.torch_names.cpython import ForeignThread, run_module_code
 
-# Processes that the program spawns: each becomes what its parent is before it imports the program again.
+# Spawned children: each is recorded like its parent before it imports the program again
 
 CHILD = "KEEPBUSY_SPAWNED"
-"""How a spawned child is told what to be: what to call first, with which options, and the script of its parent."""
+"""Tells a spawned child what to call first, with which options, and the script of its parent."""
 _FILE = __file__
 _SCRIPT, _MODULE = _MAIN = ("init_main_from_path", "init_main_from_name")
-"""How Python tells a child which program it belongs to: a file, or with `-m` a module."""
+"""Python's keys for the program of a child: a file, or with `-m` a module."""
 
 
 _followed = Patches()
-"""What `follow` replaced last."""
+"""The latest replacement by `follow`."""
 _CHILD_CALLS: list[dict[str, Any]] = []
-"""What children call besides, once they have begun."""
+"""Further calls of children, once they have begun."""
 
 
 def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[], None]:
-    """From now on spawned children call `begin(**options)` first. What is forked has its parent's state anyway.
+    """Make spawned children call `begin(**options)` first. Forked children have their parent's state anyway.
 
-    It holds for one `begin` at a time, the last; what is returned puts Python's own way back. An option that is a
-    function is asked when a child is spawned.
+    Only the last `begin` counts. The returned function undoes it. An option that is a function is called when a child
+    is spawned.
     """
     _followed.undo()
     child = {"module": begin.__module__, "function": begin.__qualname__}
@@ -56,8 +55,8 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
     def prepared(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
         data = prepare(name)
         main = {key: data.pop(key) for key in _MAIN if data.get(key) not in (None, _FILE)}
-        asked = {name: value() if callable(value) else value for name, value in options.items()}
-        os.environ[CHILD] = json.dumps({**child, "options": asked, "then": _CHILD_CALLS, **main})
+        values = {name: value() if callable(value) else value for name, value in options.items()}
+        os.environ[CHILD] = json.dumps({**child, "options": values, "then": _CHILD_CALLS, **main})
         return data | {_SCRIPT: _FILE}
 
     _followed.wrap(multiprocessing.spawn, "get_preparation_data", prepared)
@@ -65,12 +64,12 @@ def follow(begin: Callable[..., object], options: dict[str, Any]) -> Callable[[]
 
 
 def follow_with(then: Callable[..., object], **options: Any) -> None:
-    """To be called in spawned children that are followed, once they have begun."""
+    """Make followed children call `then` as well, once they have begun."""
     _CHILD_CALLS.append({"module": then.__module__, "function": then.__qualname__, "options": options})
 
 
 def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
-    """Python runs this file in place of the script: become what the parent is, then be the script as Python would."""
+    """Run in place of the script: be recorded like the parent, then run the script as Python would."""
     for call in (child, *child["then"]):
         getattr(import_module(call["module"]), call["function"])(**call["options"])
     script, module = child.get(_SCRIPT), child.get(_MODULE)
@@ -88,12 +87,12 @@ def _be_child(child: dict[str, Any], names: dict[str, Any]) -> None:
     names.update(main)
 
 
-# Threads: one of ours that the program does not find among its own, which it may count or wait for.
+# Threads that the program does not see, since it may count its threads or wait for them
 
 
 @contextmanager
 def deaf_to_signals() -> Iterator[None]:
-    """Threads that are begun in here stay so: a signal that the program holds back waits for the program's own."""
+    """Block signals in threads that start within, so that a signal which the program blocks does not reach them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
@@ -102,7 +101,7 @@ def deaf_to_signals() -> Iterator[None]:
 
 
 class UnseenThread:
-    """Runs at once, and is no reason for the process not to end. `threading` does not know of it."""
+    """A thread that `threading` does not know. It starts at once, and does not keep the process from ending."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -112,7 +111,7 @@ class UnseenThread:
             _thread.start_new_thread(self._run, ())
 
     def join(self, patience: float) -> None:
-        """Wait for its end, but no more than so many seconds."""
+        """Wait for its end, for at most so many seconds."""
         if self._at_work.acquire(timeout=patience):
             self._at_work.release()
 
@@ -124,7 +123,7 @@ class UnseenThread:
 
 
 def known_thread() -> threading.Thread | None:
-    """The calling thread, where `threading` knows it. Asked for the current one, it would make one up that stays."""
+    """The calling thread, if `threading` knows it; `threading.current_thread` would add an unknown one for good."""
     return next((thread for thread in threading.enumerate() if thread.ident == threading.get_ident()), None)
 
 
@@ -132,16 +131,16 @@ _ending = threading.local()
 
 
 def at_end_of_thread(does: Callable[[], object]) -> None:
-    """Call it when the calling thread ends. A thread that C++ started has no end: Python forgets it after each call."""
+    """Call it when the calling thread ends; not in a thread of C++, which Python forgets after each call."""
     thread = known_thread()
     if thread not in (None, threading.main_thread()) and not isinstance(thread, ForeignThread):
-        its_own: set[object] = _ending.__dict__.setdefault("its_own", set())  # it goes with the thread
-        finalize(its_own, does).atexit = False
+        dies_with_thread: set[object] = _ending.__dict__.setdefault("dies_with_thread", set())
+        finalize(dies_with_thread, does).atexit = False
 
 
 def processor_times(thread: int) -> tuple[int, int] | None:
-    """Nanoseconds so far in which the thread of this native number had a processor, and in which it waited for one;
-    None where nobody knows, as of a thread that ended."""
+    """Nanoseconds that the thread with this native id has run, and has waited for a core; None if unknown, for example
+    after its end."""
     try:
         ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -149,11 +148,11 @@ def processor_times(thread: int) -> tuple[int, int] | None:
     return int(ran), int(waited)
 
 
-# Descriptors of ours, in a process whose program may close any number, also those that it never opened.
+# Descriptors of keepbusy, in a process whose program may close any descriptor
 
 
 def high_copy(descriptor: int) -> int:
-    """Of a descriptor, by a high number: what the program opens has the numbers that it would have."""
+    """Copy a descriptor to a high number, so that the program's descriptors have the same numbers as without it."""
     limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
     with suppress(OSError, ValueError):
         return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, limit - 16)
@@ -162,20 +161,20 @@ def high_copy(descriptor: int) -> int:
 
 @dataclass(frozen=True)
 class KeptDescriptor:
-    """A copy of a descriptor, and which file it was: once it is closed the number may be that of a file of the
-    program's, in which nobody else is to read or write."""
+    """A copy of a descriptor, and its file: if the program closes it, the number may become that of another file, which
+    must not be touched."""
 
     copy: int
     number: int
     file: tuple[int, int]
 
     @classmethod
-    def of(cls, number: int, is_inherited: bool = True, at: int = -1) -> KeptDescriptor | None:
-        """None if it is closed. `is_inherited`: whether children that are forked have it, too; a child that outlives
-        the program is not to hold a pipe open. `at`: the number that the copy must have; None if another one has it."""
+    def of(cls, number: int, is_inherited: bool = True, wanted: int = -1) -> KeptDescriptor | None:
+        """None if it is closed. `is_inherited`: forked children have the copy, too; otherwise a child that outlives the
+        program does not hold a pipe open. `wanted`: the number that the copy must have; None if it is in use."""
         with suppress(OSError):
-            copy = high_copy(number) if at < 0 else fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, at)
-            if at not in (-1, copy):
+            copy = high_copy(number) if wanted < 0 else fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, wanted)
+            if wanted not in (-1, copy):
                 os.close(copy)
                 return None
             kept = cls(copy, number, _file(number))
@@ -190,7 +189,7 @@ class KeptDescriptor:
                 os.close(self.copy)
 
     def descriptor(self) -> int | None:
-        """The copy, or if that was closed the stream itself, unless it leads elsewhere by now."""
+        """The copy, or if it was closed the original, unless that belongs to another file by now."""
         for number in (self.copy, self.number):
             with suppress(OSError):
                 if _file(number) == self.file:
@@ -198,11 +197,11 @@ class KeptDescriptor:
         return None
 
 
-def kept_pipe(at: int = -1) -> tuple[KeptDescriptor, KeptDescriptor] | None:
-    """Its reading and its writing end, this one by the number `at`; None where there is no room for them."""
+def kept_pipe(writing_number: int = -1) -> tuple[KeptDescriptor, KeptDescriptor] | None:
+    """The reading and the writing end of a pipe, the latter with this number; None if that is not possible."""
     with suppress(OSError):
         ends = os.pipe()
-        writing = KeptDescriptor.of(ends[1], at=at)
+        writing = KeptDescriptor.of(ends[1], wanted=writing_number)
         reading = KeptDescriptor.of(ends[0])
         for end in ends:
             os.close(end)
@@ -212,15 +211,15 @@ def kept_pipe(at: int = -1) -> tuple[KeptDescriptor, KeptDescriptor] | None:
 
 
 def _file(descriptor: int) -> tuple[int, int]:
-    about = os.fstat(descriptor)
-    return about.st_dev, about.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
-# A folder for what the processes of a run leave each other. It goes with the process that made it.
+# A folder that the processes of a run share. It is removed with the process that made it
 
 
 class RunFolder:
-    """One that is made when it is first asked for: a run that needs none and dies of a signal leaves none."""
+    """A folder that is made at its first use, so that a run which needs none leaves none if a signal kills it."""
 
     def __init__(self) -> None:
         self._prefix = f"keepbusy-{_host()}-"
@@ -232,7 +231,7 @@ class RunFolder:
             if self._made is not None and os.getpid() == process:
                 shutil.rmtree(self._made, ignore_errors=True)
 
-        atexit.register(remove)  # exit handlers run the last one first: who is registered later still finds it
+        atexit.register(remove)  # exit handlers run in reverse order: those registered later still find the folder
 
     def path(self) -> Path:
         if self._made is None:
@@ -240,17 +239,17 @@ class RunFolder:
         return self._made
 
     def files(self, pattern: str) -> list[Path]:
-        """Those in it, by name."""
+        """The files of the folder that match, sorted by name."""
         return sorted(self._made.glob(pattern)) if self._made is not None else []
 
 
 def make_folder() -> Path:
-    """A new one that nobody else can guess or read; those of one's own runs that were killed are taken away."""
+    """A new folder that nobody else can guess or read. Folders of this user's runs that were killed are removed."""
     return RunFolder().path()
 
 
 def _host() -> str:
-    """Whose process numbers these are: hosts and containers may share a temporary directory."""
+    """Identifies the host or container of process numbers, since several may share a temporary folder."""
     space = ""
     with suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
@@ -263,33 +262,33 @@ def _remove_stale(prefix: str) -> None:
             process = folder.name[len(prefix) :].partition("-")[0]
             if process.isdecimal() and folder.lstat().st_uid == os.getuid():
                 try:
-                    os.kill(int(process), 0)  # which asks whether it lives
+                    os.kill(int(process), 0)  # checks whether it is alive
                 except ProcessLookupError:
                     shutil.rmtree(folder, ignore_errors=True)
-                except PermissionError:  # it does, and is somebody else's
+                except PermissionError:  # it is alive, and somebody else's
                     pass
 
 
-# What a process knows of its ranks and of its GPU, where PyTorch may be in the midst of its import.
+# Ranks and GPU of a process that may just be importing PyTorch
 
-_KNOWN_PLACES: dict[int, tuple[int, int]] = {}
-"""Of each process, by its number: it may have left its group when it is asked again."""
+_KNOWN_RANKS: dict[int, tuple[int, int]] = {}
+"""Rank and world of each process, because it may have left its group when they are needed again."""
 
 
 def rank_and_world() -> tuple[int, int]:
-    """As PyTorch knows them or has known them, or else the launcher."""
+    """As PyTorch knows or has known them, or else as the launcher set them."""
     distributed: Any = sys.modules.get("torch.distributed")
     process = os.getpid()
     if getattr(distributed, "is_initialized", bool)():
-        _KNOWN_PLACES[process] = distributed.get_rank(), distributed.get_world_size()
-    return _KNOWN_PLACES.get(process) or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+        _KNOWN_RANKS[process] = distributed.get_rank(), distributed.get_world_size()
+    return _KNOWN_RANKS.get(process) or (int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def uses_gpu() -> bool:
-    """Whether the program uses its GPU by now; asked from beside it, which may be while it imports PyTorch."""
+    """Whether the program uses its GPU by now. Another thread may call this while the program imports PyTorch."""
     is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
     return is_initialized is not None and bool(is_initialized())
 
 
-if __name__ == "__mp_main__" and CHILD in os.environ:  # last, for all names go that are not the program's
+if __name__ == "__mp_main__" and CHILD in os.environ:  # at the end, because it removes all names of this module
     _be_child(json.loads(os.environ[CHILD]), globals())

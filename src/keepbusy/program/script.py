@@ -1,5 +1,5 @@
-"""The user's program, run as Python itself would: as `__main__`, with its own names, argv, path and tracebacks; and how
-its process ends: as Python would end it, with one thing done last."""
+"""Runs the user's program as Python itself would: as `__main__`, with its own names, argv, path and tracebacks. Its
+process ends as Python would end it, after one last call."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ from keepbusy.timeline.run_facts import CutShort
 from keepbusy.torch_names.cpython import run_module_as_main
 
 COMPILE: list[Callable[[bytes, str], CodeType]] = [compiled_as_written]
-"""How a script becomes code; the last one counts."""
+"""Functions that compile a script; the last one is used."""
 LIFTED = set[CodeType]()
-"""Code of statements that were lifted out of a function: they are shown as if they stood there."""
+"""Code of statements that were lifted out of a function; tracebacks show it as a part of that function."""
 _FILE = __file__
 _BETWEEN = tuple(f"{OURS}{room}{os.sep}" for room in ("program", "log", "virtual", "fix", f"runtime{os.sep}graph"))
-"""What stands between the program's own frames where it is recorded or fixed, or has a virtual GPU."""
+"""Code that may be between the program's own frames when it is recorded or fixed, or has a virtual GPU."""
 
 
 def find(script: str) -> Path:
-    """The file, folder or archive to run. What else is wrong with it, Python itself says."""
+    """The file, folder or archive to run. Python itself reports any other error in it."""
     path = Path(script)
     if not path.is_file() and not (path / "__main__.py").is_file():
         raise BadInput(f"{script}: there is no such script.")
@@ -63,9 +63,9 @@ def find(script: str) -> Path:
 
 
 def run_file(script: str, arguments: Sequence[str]) -> int:
-    """As `python script` does: a script, a compiled one, or a folder or archive with a `__main__` in it.
+    """Run it as `python script` does: a script, a compiled one, or a folder or archive with a `__main__`.
 
-    Returns the program's exit code, or less than 0 for the signal that Python would die of. SystemExit passes.
+    Returns the program's exit code, or the negative number of the signal that Python would die of. SystemExit passes.
     """
     path = os.path.abspath(script)  # noqa: PTH100  # a symbolic link keeps its name
     main = _new_main([script], arguments)
@@ -81,7 +81,7 @@ def run_file(script: str, arguments: Sequence[str]) -> int:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> int:
-    """As `python -m name` does."""
+    """Run it as `python -m name` does."""
     _new_main(["-m", name], arguments)
     _set_first_path(str(Path.cwd()))
     return _to_its_end(lambda: _run_module(name))
@@ -93,13 +93,13 @@ def _run_module(*names: str, **how: bool) -> None:
 
 
 def run_text(source: str | bytes, arguments: Sequence[str]) -> int:
-    """As `python -c source` does; bytes as `python -` does, which has read them from standard input."""
+    """Run it as `python -c source` does, or bytes from standard input as `python -` does."""
     file, loader = ("<stdin>" if isinstance(source, bytes) else "<string>"), BuiltinImporter
     main = _new_main(["-"] if isinstance(source, bytes) else ["-c", source], arguments)
     main.__dict__["__loader__"] = loader
     _set_first_path(str(Path.cwd()), "")
     text = source if isinstance(source, bytes) else source.encode("utf-8", "surrogateescape")
-    with suppress(SyntaxError, ValueError):  # of which Python will complain
+    with suppress(SyntaxError, ValueError):  # Python will report it
         TEXTS[file] = decode_source(text)
     if sys.version_info >= (3, 13) and isinstance(source, str):  # there Python shows its lines
         linecache.cache[file] = len(source), None, [f"{line}\n" for line in source.splitlines()], file
@@ -121,26 +121,26 @@ def _new_main(program: Sequence[str], arguments: Sequence[str]) -> ModuleType:
 
 
 def _set_first_path(folder: str, as_written: str | None = None) -> None:
-    """Python put ours there, unless it was told to put none."""
+    """Replace keepbusy's entry in `sys.path`, unless Python was told to make none."""
     if not sys.flags.safe_path:
         _INTERPRETERS.append(_Interpreter(folder))
         sys.path[0:1] = [folder if as_written is None else as_written]
 
 
 class _Interpreter:
-    """What Python's imports and built-in functions were before the program: the report finds them so again.
+    """Python's imports and built-in functions as they were before the program; the report runs with them.
 
-    Modules beside the program may have names of others, which PyTorch has imported already: the program finds its own,
-    as ever. And it may change or empty what everybody imports from.
+    A module beside the program may have the name of one that PyTorch has imported already; then the program still
+    imports its own. It may also change or empty `sys.path` and `sys.modules`.
     """
 
     def __init__(self, folder: str) -> None:
         self._path, self._finders = [*sys.path], [*sys.meta_path]
         self._modules, self._builtins = {**sys.modules}, {**vars(builtins)}
-        for name in ("__main__", "__mp_main__"):  # nothing of ours keeps the program's objects when Python ends
+        for name in ("__main__", "__mp_main__"):  # keepbusy must not keep the program's objects alive at its end
             self._modules.pop(name, None)
         beside = [*Path(folder).iterdir()] if os.path.isdir(folder) else []  # noqa: PTH112  # else an archive
-        self._beside = {one.stem for one in beside if one.suffix == ".py" or (one / "__init__.py").is_file()}
+        self._beside = {entry.stem for entry in beside if entry.suffix == ".py" or (entry / "__init__.py").is_file()}
         for name in self._beside - {"torch", "keepbusy", "encodings"}:  # the last is there before any program
             origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
             if origin not in (None, "built-in", "frozen") and not Path(origin).is_relative_to(folder):
@@ -153,7 +153,7 @@ class _Interpreter:
         sys.path, sys.meta_path = self._path, self._finders
         doubled = {name for name in self._beside if name in self._modules or PathFinder.find_spec(name, self._path)}
         doubled |= {name.partition(".")[0] for name, module in [*sys.modules.items()] if module is None}  # forbidden
-        its_own = {one: module for name in doubled for one, module in _taken_out(name).items()}
+        its_own = {module_name: module for name in doubled for module_name, module in _taken_out(name).items()}
         its_own |= {name: sys.modules[name] for name in self._modules.keys() & sys.modules.keys()}
         sys.modules.update(self._modules)
         try:
@@ -165,16 +165,16 @@ class _Interpreter:
 
 
 def _taken_out(name: str) -> dict[str, ModuleType]:
-    """A module and those within it."""
-    return {one: sys.modules.pop(one) for one in [*sys.modules] if one.partition(".")[0] == name}
+    """Remove a module and its submodules from `sys.modules`."""
+    return {module: sys.modules.pop(module) for module in [*sys.modules] if module.partition(".")[0] == name}
 
 
 _INTERPRETERS: list[_Interpreter] = []
-"""Of the program that is run, once it is."""
+"""The interpreter's state before the program, once that runs."""
 
 
 def _execute(made: Callable[[], CodeType | None], main: ModuleType, own: dict[str, str | None]) -> None:
-    """`own`: names that it has while it runs. Python takes them away, too: exit handlers do not find them."""
+    """`own`: names that exist while it runs. Python removes them, too, so exit handlers do not find them."""
     main.__dict__.update(own)
     code = made()
     _begin_the_stack()
@@ -201,16 +201,16 @@ def _to_its_end(program: Callable[[], object]) -> int:
 
 
 def _begin_the_stack() -> None:
-    """The program's stack is to begin with the program, though ours is below it: as deep as it may be, and where Python
-    shows it. Who goes through frames himself finds ours."""
-    patches, ours, limit, plain = Patches(), _depth() - 1, sys.getrecursionlimit(), sys.setrecursionlimit
+    """Hide keepbusy's frames below the program: from the recursion limit, and wherever Python shows a stack. Only code
+    that walks frames itself finds them."""
+    patches, own_depth, limit, plain = Patches(), _depth() - 1, sys.getrecursionlimit(), sys.setrecursionlimit
 
     def getrecursionlimit() -> int:
         return limit
 
     def setrecursionlimit(depth: int, /) -> None:
         nonlocal limit
-        plain(depth + ours if depth > 0 else depth)  # which says what is wrong with it
+        plain(depth + own_depth if depth > 0 else depth)  # which says what is wrong with it
         limit = depth
 
     setrecursionlimit(limit)
@@ -227,7 +227,7 @@ _PROBE = compile(
 
 
 def _depth() -> int:
-    """Of what calls this, as Python counts it: some versions count calls of C, too."""
+    """The depth of the caller as Python counts it: some versions also count calls of C."""
     limit, names = sys.getrecursionlimit(), dict[str, int]()
     enough = sum(1 for _ in outwards(sys._getframe())) + 60
     sys.setrecursionlimit(enough)
@@ -239,11 +239,10 @@ def _depth() -> int:
 
 
 def _its_own(stack: Iterable[Any], frame_of: Callable[[Any], FrameType]) -> Iterator[Any]:
-    """Of a stack from the inside out what is the program's: its frames stand on ours, and ours between them. No frame
-    is added, for Python counts some."""
+    """The program's frames of a stack, from the inside out, without keepbusy's below them and between them."""
     return filterfalse(
-        lambda one: frame_of(one).f_code.co_filename.startswith(_BETWEEN),
-        takewhile(lambda one: frame_of(one).f_code.co_filename != _FILE, stack),
+        lambda entry: frame_of(entry).f_code.co_filename.startswith(_BETWEEN),
+        takewhile(lambda entry: frame_of(entry).f_code.co_filename != _FILE, stack),
     )
 
 
@@ -252,27 +251,27 @@ def _outer_frames(plain: Function, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def _debugged_stack(plain: Function, debugger: Any, frame: FrameType | None, traceback: TracebackType | None) -> Any:
-    stack, at = plain(debugger, frame, traceback)
-    inner = [*_its_own(reversed(stack[: at + 1]), itemgetter(0))][::-1]
-    return inner + stack[at + 1 :], max(0, len(inner) - 1)
+    stack, index = plain(debugger, frame, traceback)
+    inner = [*_its_own(reversed(stack[: index + 1]), itemgetter(0))][::-1]
+    return inner + stack[index + 1 :], max(0, len(inner) - 1)
 
 
 def flush(*streams: TextIO | None) -> None:
-    """As Python does with both when a script has ended, whatever the program has put in their place."""
+    """Flush these streams, or both standard ones, as Python does when a script has ended."""
     for stream in streams or (getattr(sys, "stderr", None), getattr(sys, "stdout", None)):
         with suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
 
 
 def _leave_us_out(error: BaseException) -> None:
-    """Our frames, at the top of its traceback and in between."""
+    """Remove keepbusy's frames from the traceback of an exception, at its top and in between."""
     frames = list[TracebackType]()
     stack = error.__traceback__
     while stack is not None:
         file = stack.tb_frame.f_code.co_filename
         if not file.startswith(OURS if not frames else _BETWEEN):
             if stack.tb_frame.f_code in LIFTED:
-                del frames[-1:]  # whoever called it
+                del frames[-1:]  # its caller
             frames.append(stack)
         stack = stack.tb_next
     for outer, inner in pairwise([*frames, None]):
@@ -281,19 +280,19 @@ def _leave_us_out(error: BaseException) -> None:
 
 
 def _shown_with(error: BaseException) -> list[BaseException]:
-    """This exception, and all that Python shows with it: those before it, and those of a group."""
-    found, to_come = dict[int, BaseException](), [error]
-    while to_come:
-        shown_too = to_come.pop()
-        if id(shown_too) not in found:
-            found[id(shown_too)] = shown_too
+    """This exception and all that Python shows with it: its causes, its contexts, and those of a group."""
+    errors, pending = dict[int, BaseException](), [error]
+    while pending:
+        shown_too = pending.pop()
+        if id(shown_too) not in errors:
+            errors[id(shown_too)] = shown_too
             more = shown_too.__cause__, shown_too.__context__, *getattr(shown_too, "exceptions", ())
-            to_come += [each for each in more if each is not None]
-    return [*found.values()]
+            pending += [each for each in more if each is not None]
+    return [*errors.values()]
 
 
 def _show(error: BaseException) -> None:
-    """The program's traceback, as Python shows it."""
+    """Show the program's traceback as Python does."""
     for each in _shown_with(error):
         _leave_us_out(each)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
@@ -321,12 +320,12 @@ def _say(text: str) -> None:
         sys.stderr.write(text)
 
 
-# How its process ends.
+# The end of the process
 
 
 def cut_short(number: int = 0) -> CutShort | None:
-    """What ended the program of this process before its end: an exception, or else the signal of this number."""
-    from keepbusy.program.loops.codes import read_source  # which a program's start need not wait for
+    """What cut the program of this process short: an exception, or else the signal with this number."""
+    from keepbusy.program.loops.codes import read_source  # imported late, so that the program starts sooner
     from keepbusy.program.loops.source_loops import SourceLoops
 
     error = getattr(sys, "last_value", None)
@@ -334,43 +333,43 @@ def cut_short(number: int = 0) -> CutShort | None:
         stack = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     elif number:
         main = threading.main_thread().ident or 0
-        stack = [(code, line_number(code, at)) for code, at in reversed(stacks_of([main])[main])]
+        stack = [(code, line_number(code, instruction)) for code, instruction in reversed(stacks_of([main])[main])]
     else:
         return None
     own = [(code, line) for code, line in stack if kind_of(code.co_filename) in PROGRAM_CODE]
     users = [f"{shown(code.co_filename)}:{line}" for code, line in own if kind_of(code.co_filename) == USER]
     sources = SourceLoops(read_source)
     loops = [f"{shown(code.co_filename)}:{loop.first}" for code, line in own for loop in sources.around(code, line)]
-    by = type(error).__name__ if error is not None else signal.Signals(number).name
+    ended_by = type(error).__name__ if error is not None else signal.Signals(number).name
     within = tuple(dict.fromkeys([*users, *loops]))
-    return CutShort(by, users[-1] if users else "", within, ended=time.time_ns() // 1_000_000)
+    return CutShort(ended_by, users[-1] if users else "", within, ended=time.time_ns() // 1_000_000)
 
 
 _set, _get, _set_wakeup = signal.signal, signal.getsignal, signal.set_wakeup_fd
 _PATIENCE, _PATIENCE_WITH_US = 3.0, 20.0
-"""Seconds after which a program that stands in a call which does not come back is ended without us. An operator that we
-compute may take long."""
+"""Seconds after which a program in a call that does not return is ended without a report; longer with a virtual GPU,
+whose operators may take long to compute."""
 
 
 class Ending:
-    """Made before the program begins: then `finish` comes after its threads have ended and its exit handlers ran.
+    """Calls `finish` at the end of the process. It is created before the program begins, so that `finish` is called
+    after the program's threads have ended and its exit handlers have run.
 
-    The first SIGTERM ends the program, as ever, but after `finish`; another one ends it at once. In a process that
-    the program forks nothing is finished, and all else is as if we were not there. The program is not told of our
-    handler: one that means to end well on a SIGTERM would call it, too.
+    The first SIGTERM ends the program after `finish`, another one ends it at once. Forked children do not call
+    `finish`. The program does not see this handler, because a program that handles SIGTERM itself would call it.
     """
 
     def __init__(self, finish: Callable[[], None], in_handler: bool = True) -> None:
-        """`in_handler`: whether `finish` may run wherever a signal comes; else it has a thread of its own, and the
-        program stands at a line of its own meanwhile."""
+        """`in_handler`: `finish` may run in the signal handler, wherever the program is. Otherwise it runs in a thread
+        of its own, once the program is at a line of its own."""
         self._finish, self._in_handler, self._process = finish, in_handler, os.getpid()
         self.signal, self._depth = 0, sys.getrecursionlimit()
         self._handled, self._patches = threading.Event(), Patches()
         self._pipe: tuple[KeptDescriptor, KeptDescriptor] | None = None
-        self._is_woken = False  # by signals, of which Python then writes into our pipe
+        self._is_woken = False  # whether Python writes the numbers of signals into the pipe
         self._lock = threading.RLock()  # of the pipe and of where signals are written
         self._forking = threading.local()
-        self._is_awaited = False  # that a call of ours ends, and then the program
+        self._is_awaited = False  # whether the program ends when a call of keepbusy returns
         self._is_ending = False  # the program has ended by itself
         atexit.register(self._at_exit)
         if threading.current_thread() is threading.main_thread() and _get(signal.SIGTERM) is signal.SIG_DFL:
@@ -411,10 +410,10 @@ class Ending:
             self.signal = number
             _set(number, signal.SIG_DFL)
             return
-        ours = None if self._in_handler or self._is_awaited else _call_of_ours(frame)
-        if ours is not None and os.getpid() == self._process:
+        call = None if self._in_handler or self._is_awaited else _call_of_ours(frame)
+        if call is not None and os.getpid() == self._process:
             self._is_awaited = True
-            _at_return(ours, lambda: self._end_by(number, finishes=True))
+            _at_return(call, lambda: self._end_by(number, finishes=True))
         else:
             self._end_by(number, finishes=not self._is_awaited)
 
@@ -433,14 +432,14 @@ class Ending:
             os.kill(os.getpid(), number)
 
     def _last(self) -> None:
-        """`finish`, in the interpreter as it was before the program, which may have limited its stack, too."""
-        its_own = sys.getrecursionlimit()
-        sys.setrecursionlimit(max(its_own, self._depth))
+        """Call `finish` with the interpreter's state from before the program, which may also have limited its stack."""
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(max(limit, self._depth))
         try:
             with _INTERPRETERS[-1].again() if _INTERPRETERS else nullcontext():
                 self._finish()
         finally:
-            sys.setrecursionlimit(its_own)
+            sys.setrecursionlimit(limit)
 
     def _without_ours(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         handler = original(*args, **kwargs)
@@ -453,9 +452,9 @@ class Ending:
         A pipe that was closed is made anew by its old number, since only the main thread may tell Python another one.
         """
         with self._lock:
-            at = self._wakeup
+            writing_number = self._wakeup
             self._close_pipe()
-            self._pipe = pipe = kept_pipe(at)
+            self._pipe = pipe = kept_pipe(writing_number)
             if pipe is not None:
                 with suppress(OSError):  # the program may have closed it by now: who listens makes another one
                     os.set_blocking(pipe[1].copy, False)
@@ -469,10 +468,10 @@ class Ending:
     def _set_wakeup_fd(self, original: Function, fd: int, **options: Any) -> int:
         """Where the program sets none, ours stays, and it is told that there is none: some warn about another one."""
         with self._lock:
-            ours = self._wakeup
-            before = original(ours, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
+            own = self._wakeup
+            before = original(own, warn_on_full_buffer=False) if fd == -1 else original(fd, **options)
             self._is_woken = fd == -1
-        return -1 if before == ours else int(before)
+        return -1 if before == own else int(before)
 
     def _hear(self, pipe: tuple[KeptDescriptor, KeptDescriptor]) -> None:
         patience = _PATIENCE if self._in_handler else _PATIENCE_WITH_US

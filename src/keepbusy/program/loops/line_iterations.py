@@ -33,10 +33,10 @@ class LineIterations:
         calls_of = defaultdict[int, list[Ints]](list)
         repeated = set[LoopKey]()  # else nothing tells whether there was more than one iteration
         # the way from one line to the next tells which loops iterate and which functions begin, and there are few ways
-        ways, way = np.unique(np.append(0, chains) * len(known) + np.append(chains, 0), return_inverse=True)
-        for number, both in enumerate(ways.tolist()):
-            first, second = (known[chain] for chain in divmod(both, len(known)))
-            visits = np.flatnonzero(way == number)
+        pairs, pair = np.unique(np.append(0, chains) * len(known) + np.append(chains, 0), return_inverse=True)
+        for number, chains_of_pair in enumerate(pairs.tolist()):
+            first, second = (known[chain] for chain in divmod(chains_of_pair, len(known)))
+            visits = np.flatnonzero(pair == number)
             depth = in_common(first, second)
             is_same_frame = depth < min(len(first), len(second)) and first[depth].code == second[depth].code
             for loop, goes_on in self._iterated(first, second, depth, is_same_frame):
@@ -52,8 +52,8 @@ class LineIterations:
     def _iterated(self, first: Chain, second: Chain, depth: int, is_same_frame: bool) -> Iterator[tuple[LoopKey, bool]]:
         """Loops of which an iteration ended on the way, and whether another one follows: the program goes back to an
         earlier statement or to the head, or leaves the body. The last iteration of a `while` is counted elsewhere."""
-        for at, (code, line) in enumerate(first[depth:], depth):
-            goes_to = second[at].line if is_same_frame and at == depth else 0
+        for index, (code, line) in enumerate(first[depth:], depth):
+            goes_to = second[index].line if is_same_frame and index == depth else 0
             for loop in self._sources.around(self._codes.objects[code], line):
                 statement, stays = bisect_right(loop.statements, line), loop.first <= goes_to <= loop.last
                 if bisect_right(loop.statements, goes_to) < statement if stays else statement and loop.iterates:

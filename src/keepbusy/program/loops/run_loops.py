@@ -30,41 +30,41 @@ CodeLine = tuple[CodeType, int]
 
 
 class GapSamples(NamedTuple):
-    """What is known of stretches that left no calls. Times since the run's first moment."""
+    """Samples within the gaps of a log. Times count from the run's first moment."""
 
     gaps: LogGaps
     times: Ints
-    """Of samples within them."""
+    """Times of the samples."""
     chains: Sequence[tuple[CodeLine, ...]]
-    """Where the program was at each, from the outside in."""
+    """The stack of each sample, from the outside in."""
 
 
 @dataclass
 class LoopEvidence:
-    """What is known of a run's loops besides its timeline."""
+    """Evidence about a run's loops besides its timeline."""
 
     lines: Mapping[str, CodeLine]
-    """Of the names of frames that are lines."""
+    """The line of each frame name."""
     lane: int = 0
-    """Of the thread that began the run."""
+    """The lane of the thread that began the run."""
     counts: IterationCounts | None = None
-    """None where Python counted nothing."""
+    """None if Python counted nothing."""
     wires: Mapping[int, int] = field(default_factory=dict)
-    """Of rows of collectives, how long they were on the wire."""
+    """How long collectives were on the wire, by row."""
     is_announced: bool = False
-    """The program says itself where its steps end."""
+    """Whether the program announces the ends of its steps."""
     exact: Mask | None = None
-    """Frames that tell in which order the program came to its lines, where not all do."""
+    """Frames that show the order of the program's lines; None if all do."""
     gap_samples: GapSamples | None = None
-    """Then the tree is of the whole run, and all else of what was recorded."""
+    """With samples in gaps, the tree is that of the whole run, and all else is about the recorded part."""
     other_threads: Sequence[tuple[CodeLine, int]] = ()
-    """What the processors gave to them, by line."""
+    """The processor time of other threads, by line."""
     ran: int = NONE
-    """What they gave to the program's own thread."""
+    """The processor time of the program's own thread."""
 
 
 def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
-    """A run so far with its tree, its marks at the iterations of the loop that trains, and a few of other loops."""
+    """Add the tree of the run, marks at the iterations of the loop that trains, and some iterations of other loops."""
     codes = known.counts.codes if known.counts is not None else ProgramCodes()
     sources, samples = SourceLoops(read_source), known.gap_samples
 
@@ -83,17 +83,16 @@ def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
         in_whole_run = _counted(known.counts, whole.known, sources)
         iterations = in_whole_run if samples is None else in_whole_run.moved(samples.gaps.recorded_alone)
         # Python counts calls of functions that hold a loop, and no others
-        iterations, in_whole_run = (
-            replace(its, calls={**read.calls, **its.calls}) for its in (iterations, in_whole_run)
-        )
+        iterations = replace(iterations, calls={**read.calls, **iterations.calls})
+        in_whole_run = replace(in_whole_run, calls={**read.calls, **in_whole_run.calls})
     else:
         iterations = LoopIterations(read.ends, read.calls, read.unsure())
         in_whole_run = iterations if samples is None else iterations.moved(samples.gaps.real)
     busy_until = _busy_until(timeline, known.wires)
     nests = [_nest(chain, codes, sources, iterations.ends) for chain in recorded.known]
 
-    def times_of(where: Whereabouts, its: LoopIterations, busy: BusyUntil, holders: Iterable[int]) -> LoopTimes:
-        return LoopTimes(codes, where, its, busy, sources, min(STAY, round(STAY_SHARE * where.ended)), holders)
+    def times_of(where: Whereabouts, ends: LoopIterations, busy: BusyUntil, holders: Iterable[int]) -> LoopTimes:
+        return LoopTimes(codes, where, ends, busy, sources, min(STAY, round(STAY_SHARE * where.ended)), holders)
 
     nest: Nest = ()
     if not len(timeline.marks):
@@ -102,7 +101,7 @@ def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
     elif not known.is_announced:
         nest = marked_loop(timeline, visits.of_frame, nests, iterations.ends)
     if nest and nest[-1] in iterations.unsure and not has_steps(timeline):
-        nest = ()  # iterations would be missing; where steps end is known otherwise
+        nest = ()  # iterations would be missing; the steps are found in another way
     holders = {code for code, _ in (*nest, *loops_beside(nest, nests))}
     of_recorded = of_whole = times_of(recorded, iterations, busy_until, holders)
     if samples is not None:
@@ -116,7 +115,7 @@ def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
 
 
 def _counted(counts: IterationCounts, known: Sequence[Chain], sources: SourceLoops) -> LoopIterations:
-    """Of the loops that the program was seen in. Copies, for the program may go on."""
+    """The counts of loops in these chains, copied because the program may go on."""
     seen = {line.code for chain in known for line in chain}
     ends, incomplete = defaultdict[LoopKey, list[Ints]](list), set[LoopKey]()
     for jump, times in list(counts.ends.items()):
@@ -135,14 +134,14 @@ def _counted(counts: IterationCounts, known: Sequence[Chain], sources: SourceLoo
 
 @dataclass(frozen=True)
 class _Visits:
-    """Frames that are lines of the program, in the order in which it came there, on the thread that began the run."""
+    """Frames that are lines of the program, in the order of their begin, on the thread that began the run."""
 
     start: Ints
     end: Ints
-    chain: Ints  # of each, where the program is then: which of `known`
-    after: Ints  # the same once it ends
-    passing: Mask  # whether another one within begins at once
-    of_frame: Ints  # of each frame, whatever it is, where the program is: which of `known`; the last place of none
+    chain: Ints  # the chain during each visit, as an index into `known`
+    after: Ints  # the chain after each visit
+    passing: Mask  # whether an inner line begins at the same time
+    of_frame: Ints  # the chain of each frame of any kind; the last entry is that of no frame
     known: list[Chain]
 
     @classmethod
@@ -175,7 +174,7 @@ class _Visits:
         return cls(frames.start[rows], frames.end[rows], chain[rows], chain[around[rows]], passing, of_frame, known)
 
     def whereabouts(self, ended: int) -> Whereabouts:
-        """When the program came to another line, and where it was from then on."""
+        """The times at which the program changed its line, and the chain from each of them on."""
         lasts = np.flatnonzero(self.end > self.start)
         times = np.concatenate([self.end[lasts], self.start[lasts]])
         chains = np.concatenate([self.after[lasts], self.chain[lasts]])
@@ -188,18 +187,18 @@ class _Visits:
 
 
 def _nest(chain: Chain, codes: ProgramCodes, sources: SourceLoops, ends: Mapping[LoopKey, Ints]) -> Nest:
-    """The loops around these lines, but for those that iterate once in each iteration of the one around them."""
-    found, most = list[LoopKey](), 1
+    """The loops around these lines, without those that iterate once per iteration of the loop around them."""
+    nest, most = list[LoopKey](), 1
     for line in chain:
         for loop in sources.around(codes.objects[line.code], line.line):
             if (count := len(ends.get((line.code, loop.first), ()))) > most:
-                found.append((line.code, loop.first))
+                nest.append((line.code, loop.first))
                 most = count + 1
-    return tuple(found)
+    return tuple(nest)
 
 
 def _whole_run(where: Whereabouts, samples: GapSamples, codes: ProgramCodes) -> Whereabouts:
-    """With what was seen in stretches that were not recorded."""
+    """The whereabouts in the whole run: the recorded ones, and the samples in gaps."""
     gaps, known = samples.gaps, list(where.known)
     numbers = {chain: number for number, chain in enumerate(known)}
     inside = list[int]()
@@ -209,7 +208,7 @@ def _whole_run(where: Whereabouts, samples: GapSamples, codes: ProgramCodes) -> 
             numbers[lines] = len(known)
             known.append(lines)
         inside.append(numbers[lines])
-    # once a stretch is over, the program is where it was when it began, as far as is known
+    # after a gap the program is assumed to be where it was before
     before = np.searchsorted(where.times, gaps.recorded(gaps.begins), side="right") - 1
     times = np.concatenate([gaps.real(where.times), samples.times, gaps.ends])
     chains = np.concatenate([where.chains, np.array(inside, np.int64), where.chains[np.maximum(0, before)]])
@@ -218,8 +217,8 @@ def _whole_run(where: Whereabouts, samples: GapSamples, codes: ProgramCodes) -> 
 
 
 def _busy_until(timeline: Timeline, wires: Mapping[int, int]) -> BusyUntil:
-    """How long the GPUs of this process computed until then, in the mean of those that did anything. A copy is no
-    computing, and of a collective only the time on the wire."""
+    """How long the GPUs of this process have computed until a moment, averaged over those that did anything. Copies do
+    not count, and of a collective only the time on the wire."""
     spans = timeline.spans
     device = np.array([NONE if lane.device is None else lane.device for lane in timeline.lanes], np.int64)[spans.lane]
     rows = np.flatnonzero((device != NONE) & (spans.kind != Kind.COPY))
@@ -245,7 +244,8 @@ def _busy_until(timeline: Timeline, wires: Mapping[int, int]) -> BusyUntil:
 
 
 def _busy_in_whole_run(where: Whereabouts, recorded: BusyUntil, gaps: LogGaps) -> BusyUntil:
-    """In what was left out, at each line the GPU was as busy as it was there, or around it, while it was recorded."""
+    """As `_busy_until`, for the whole run: in gaps the GPU is assumed to be as busy at each line as in the recorded
+    part, there or at the lines around it."""
     times = np.append(where.times, where.ended)
     inside = gaps.holds(times[:-1])
     durations, count = np.diff(times), len(where.known)

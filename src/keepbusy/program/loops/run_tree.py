@@ -1,7 +1,6 @@
 """The tree of a run: its loops, the lines beside them, and where each second went.
 
-It is known where the program was at every moment, so the tree sums to the run whatever the program did. Iterations,
-where they were counted, only divide what is in it.
+The program's place is known at every moment, so the parts always sum to the run. Counted iterations only divide them.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from keepbusy.timeline.model import NONE, Ints, Mask
 from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns, loop_name
 
 STRETCHES = 240
-"""So many shares tell how busy the GPU was over the run; a pixel or two each where they are drawn."""
+"""The run is divided into so many equal parts for the course of the GPU's busy share."""
 SHORTEST_PART = 0.005
-"""Of the run: a shorter loop stands among the lines of what it is in."""
+"""Share of the run: a shorter loop is merged into the part around it."""
 SLOW_ITERATIONS_MATTER = 0.02
-"""Of a loop: what its slow iterations take longer."""
+"""Share of a loop: slow iterations that cost less are left out."""
 KEPT_LINES, KEPT_KINDS = 8, 3
 FEWEST_ITERATIONS = 4
-"""Of a loop whose iterations are compared."""
+"""Iterations of a loop are compared if there are so many."""
 AGREEMENT = 0.6
-"""Of the time so much must have passed at a line for that to be the place."""
+"""A line is the place if so large a share of the time passed at it."""
 NEVER: Ints = np.zeros(0, np.int64)
 
 BusyUntil = Callable[[Ints], npt.NDArray[np.float64]]
-"""How long the GPU has been at work until each of these moments."""
+"""How long the GPU has been busy until each of these moments."""
 
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where the program was: from each of `times` on in a chain, of which `chains` has the number in `known`."""
+    """The program's place over time: from each of `times` on, the chain whose index in `known` is in `chains`."""
 
     times: Ints
     chains: Ints
@@ -56,22 +55,22 @@ class LoopIterations:
     calls: Mapping[int, Ints] = field(default_factory=dict)
     """By the number of the code, without its first call."""
     unsure: frozenset[LoopKey] = frozenset()
-    """Loops of which iterations may have passed unseen: when they ended is known, and not how many there were."""
+    """Loops that may have had more iterations than these."""
     incomplete: frozenset[LoopKey] = frozenset()
-    """Loops that were counted no further."""
+    """Loops whose counting was stopped."""
     fleeting: frozenset[int] = frozenset()
-    """Codes of functions that were counted no further: they are called too often to hold a loop of the run."""
+    """Codes of functions whose counting was stopped, because they are called too often to hold a loop of the run."""
     are_counted: bool = False
-    """By Python, so a loop without iterations has none."""
+    """Whether Python counted, so that a loop without counts has no iterations."""
 
     def moved(self, move: Callable[[Ints], Ints]) -> LoopIterations:
-        """To another clock."""
+        """The same iterations on another clock."""
         ends = {loop: move(times) for loop, times in self.ends.items()}
         return replace(self, ends=ends, calls={code: move(times) for code, times in self.calls.items()})
 
 
 def follows(ends: Ints, anew: Ints) -> Mask:
-    """Of each iteration but the first, whether it follows the one before, with nothing in between."""
+    """For each iteration but the first, whether it directly follows the one before."""
     runs = np.searchsorted(anew, ends)
     return np.asarray(runs[1:] == runs[:-1])
 
@@ -250,7 +249,9 @@ class RunTree:
             parts=_in_order(parts),
             clock=0,
             shares=times.busy_shares,
-            decides=tuple(sorted({self._codes.place(one) for one in lines if decides(objects[one.code], one.line)})),
+            decides=tuple(
+                sorted({self._codes.place(line) for line in lines if decides(objects[line.code], line.line)})
+            ),
             beside=tuple(LineTime(place, time) for place, time in given.most_common(KEPT_LINES) if time),
             ran=ran,
         )
@@ -393,12 +394,12 @@ class RunTree:
         for kind in slow_kinds(node.ends[number - 1], node.ends[number], where)[:KEPT_KINDS]:
             if kind.total < SLOW_ITERATIONS_MATTER * whole:
                 break
-            beat = beat_of(number[kind.rows], number)
+            rhythm = beat_of(number[kind.rows], number)
             found.append(
                 SlowTurns(
                     count=len(kind.rows),
-                    every=len(number) / len(kind.rows) if beat is None else beat,
-                    regular=beat is not None,
+                    every=len(number) / len(kind.rows) if rhythm is None else rhythm,
+                    regular=rhythm is not None,
                     longer=int(np.median(kind.longer)),
                     total=kind.total,
                     place=self._codes.place(known[kind.place]) if kind.place != NONE else "",
@@ -407,14 +408,14 @@ class RunTree:
         return tuple(found)
 
     def _own_lines(self, node: LoopNode) -> list[tuple[int, Line]]:
-        """Of each chain in this loop, the line of the loop's own body, whatever loops are within."""
-        found = []
+        """The line of the loop's own body for each chain in it, also for chains in inner loops."""
+        own_lines = []
         for chain in node.all_chains():
             lines = self._where.known[chain]
-            at = next((index for index, line in enumerate(lines) if line.code == node.code), len(lines) - 1)
-            deeper = [line for line in lines[at:] if self._codes.is_users(line)]
-            found.append((chain, deeper[0] if deeper and node.leads_here else lines[at]))
-        return found
+            own = next((index for index, line in enumerate(lines) if line.code == node.code), len(lines) - 1)
+            users = [line for line in lines[own:] if self._codes.is_users(line)]
+            own_lines.append((chain, users[0] if users and node.leads_here else lines[own]))
+        return own_lines
 
     def _lines(self, placed: Sequence[tuple[int, Line]]) -> tuple[LineTime, ...]:
         groups: defaultdict[Line, list[int]] = defaultdict(list)

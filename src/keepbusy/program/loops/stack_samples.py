@@ -123,10 +123,10 @@ class StackSampler:
         """
         now, stack = self._stack()
         codes, chain = self.samples.codes, list[Line]()
-        for code, at, number in stack:
-            line = self._lines.get(at)
+        for code, instruction, number in stack:
+            line = self._lines.get(instruction)
             if line is None:
-                line = self._lines[at] = Line(codes.number(code), number)
+                line = self._lines[instruction] = Line(codes.number(code), number)
             kind = codes.kinds[line.code]
             if kind == OUTSIDE:
                 break
@@ -153,8 +153,8 @@ class StackSampler:
         with at_rest():
             frame, now = self._frame(), self._clock()
             while frame is not None:
-                at = id(frame.f_code), frame.f_lasti
-                stack.append((frame.f_code, at, 0 if at in self._lines else frame.f_lineno or 0))
+                instruction = id(frame.f_code), frame.f_lasti
+                stack.append((frame.f_code, instruction, 0 if instruction in self._lines else frame.f_lineno or 0))
                 frame = frame.f_back
         return now, stack
 

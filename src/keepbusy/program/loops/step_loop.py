@@ -1,7 +1,7 @@
-"""Which loop's iterations are the steps: the innermost one that trains, or else the one that the GPU works for.
+"""Finds the loop whose iterations are the steps: the innermost one that trains, or else the one with most GPU work.
 
-What ends a step is an optimizer, a forward pass or a graph, and which loop that stands in is known. But two optimizers
-of one iteration are one step, and what lies between two runs of the loop, as an evaluation after each epoch, is none.
+A step ends with an optimizer, a forward pass or a graph, and the loops around these are known. But two optimizers in
+one iteration are one step, and the time between two runs of the loop, such as an evaluation, is no step.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from keepbusy.timeline.run_facts import LOOP, WindowReason
 from keepbusy.timeline.steps import by_pattern, comes_again, has_steps, turns_alone
 
 LOOP_IS_WORTH = 0.03
-"""Of the time of all loops: a loop in which the GPU waits for less is not explained apart."""
+"""Share of the time of all loops: a loop with less idle time of the GPU is not explained separately."""
 KEPT_ITERATIONS = 64
-"""Of a further loop whose iterations are short."""
+"""The most iterations that are kept of a further loop."""
 PATIENCE = 8
-"""Who steps so many times while another one does not is no part of its step."""
+"""A loop that iterates so many times as often as the one around it is a loop of steps of its own."""
 HOLDS_TRAINING = 0.5
-"""Of the backward passes: a loop with fewer of them, as one over optimizers, is a part of an iteration."""
+"""Share of the backward passes: a loop with fewer of them, such as one over optimizers, is a part of an iteration."""
 WORKING_SHARE = 0.5
-"""Of the GPU's work, where no step is announced: a loop with less of it is not what the program is for."""
+"""Share of the GPU's work that the main loop has if no step is announced."""
 FEWEST_ITERATIONS = 6
-"""Of a loop that nothing but its work makes the program's."""
+"""The fewest iterations of a main loop that is known only by its work."""
 FEWEST_MARKS = 3
-"""For two whole iterations."""
+"""Two whole iterations need so many marks."""
 
 Nest = tuple[LoopKey, ...]
-"""The loops that something stands in, from the outside in."""
+"""The loops around a place, from the outside in."""
 
 
 class BusyLoop(NamedTuple):
-    """A loop without those within it."""
+    """A loop without its inner loops."""
 
     place: str
-    """As the tree calls it."""
+    """Its name in the tree."""
     time: int
     waits: int
-    """Of that time, how long the GPU did nothing."""
+    """Idle time of the GPU within `time`."""
     ends: Ints
     nest: Nest = ()
     """The loops around it, and itself."""
     anew: Ints = NEVER
-    """When it may have begun from the start."""
+    """Times at which it may have begun from the start."""
 
 
 def innermost_loops(times: LoopTimes) -> list[BusyLoop]:
@@ -131,7 +131,8 @@ def working_loop(
     another function does in a part of an iteration, as a model with its layers, is no loop unless it is in `held`."""
     lasting = list[Nest]()
     for nest in nests:
-        inner = (at for at, (outer, loop) in enumerate(pairwise(nest), 1) if loop[0] != outer[0] and loop not in held)
+        pairs = enumerate(pairwise(nest), 1)
+        inner = (depth for depth, (outer, loop) in pairs if loop[0] != outer[0] and loop not in held)
         lasting.append(nest[: next(inner, len(nest))])
     launches = timeline.links.take(np.flatnonzero(timeline.links.kind == LinkKind.LAUNCH))
     launches = launches.take(np.flatnonzero(timeline.spans.kind[launches.target] == Kind.KERNEL))
@@ -191,9 +192,9 @@ def _marked(timeline: Timeline, lane: int, loop: BusyLoop, last: int = 0) -> Tim
     """With a mark where each iteration of a loop ends, or of its last ones, as far as there are whole ones. The first
     iteration after the loop has begun lies beside it, for nobody knows where that began."""
     rows = timeline.rows_of(lane)
-    at = np.searchsorted(timeline.spans.start[rows], loop.ends)
-    kept = np.append(np.diff(at) > 0, True) & (at < len(rows))  # an iteration in which nothing happened is none
-    marks, ends = rows[at[kept]][-last:], loop.ends[kept][-last:]
+    following = np.searchsorted(timeline.spans.start[rows], loop.ends)
+    has_rows = np.append(np.diff(following) > 0, True) & (following < len(rows))  # others are no iterations
+    marks, ends = rows[following[has_rows]][-last:], loop.ends[has_rows][-last:]
     apart = np.flatnonzero(~follows(ends, loop.anew))
     if len(marks) - len(apart) < FEWEST_MARKS:
         return timeline
