@@ -114,11 +114,11 @@ def test_what_follows_the_copies_is_waited_for_and_no_copy() -> None:
 def test_only_what_the_device_has_passed_is_counted() -> None:
     overlap = Overlap(2)
     first, second = handover(0), handover(10, copied=(2, 4))
-    second.asked.done = False
+    second.delivered.done = False
     for one in (first, second):
         overlap.add(one)
     assert overlap.report().batches == 0
-    second.asked.done = True
+    second.delivered.done = True
     assert overlap.report().batches == 1
 
 

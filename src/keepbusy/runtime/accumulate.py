@@ -1,4 +1,4 @@
-"""`accumulate`: several micro-batches to an optimizer step, and gradients that travel once.
+"""`accumulate`: several micro-batches for each optimizer step, and gradients that are sent once.
 
     for micro in keepbusy.accumulate(model, loader, count=4):
         loss = criterion(model(micro.batch))
@@ -7,8 +7,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The division is the caller's: `scale` is one over the number of micro-batches of the group, also of a last one that is
-short. Wrappers go on averaging over ranks.
+The caller divides the loss: `scale` is one over the number of micro-batches of the group, also if the last group is
+short. Wrappers still average over ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Micro(NamedTuple, Generic[T]):
 def accumulate(
     model: torch.nn.Module, batches: Iterable[T], *, count: int, keep_sharded: bool = False
 ) -> Iterator[Micro[T]]:
-    """The batches in groups of `count`; the model's gradients travel between ranks with the last of each group.
+    """The batches in groups of `count`; the model's gradients are sent between ranks with the last of each group.
 
-    The model is a plain module, or is or holds DDP, FSDP2 or HSDP; that its gradients waited and then travelled is
-    verified, and `NotDeferred` says what kept them. `keep_sharded` is for HSDP: gradients are scattered at every
-    micro-batch, which keeps them small, and only the reduction between replicas waits.
+    The model is a plain module, or is or holds DDP, FSDP2 or HSDP. It is verified that gradients waited and were then
+    sent; else `NotDeferred` gives the reason. `keep_sharded` is for HSDP: gradients are scattered at every micro-batch,
+    which keeps them small, and only the reduction between replicas waits.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"accumulate got a {type(model).__name__} for its model; give it the torch.nn.Module in it")
@@ -62,39 +62,39 @@ def _deferred(deferral: Deferral, batches: Iterable[T], count: int) -> Iterator[
 
 
 def _of_known_length(batches: Iterable[T], count: int, total: int) -> Iterator[Micro[T]]:
-    place, last = -1, True
-    for place, batch in enumerate(batches):
-        before = place % count
-        size = min(count, total - place + before) if place < total else count
-        last = before == size - 1
+    index, last = -1, True
+    for index, batch in enumerate(batches):
+        place = index % count
+        size = min(count, total - index + place) if index < total else count
+        last = place == size - 1
         yield Micro(batch, 1 / size, last)
     if not last:
         raise RuntimeError(
-            f"accumulate counted on len(batches) = {total} and got {place + 1}, so the gradients of the last "
-            f"{place % count + 1} were not sent; give it an iterable without a length, or with the right one"
+            f"accumulate counted on len(batches) = {total} and got {index + 1}, so the gradients of the last "
+            f"{index % count + 1} were not sent; give it an iterable without a length, or with the right one"
         )
 
 
 def _of_unknown_length(batches: Iterable[T], count: int) -> Iterator[Micro[T]]:
-    """One batch is taken ahead, to know which is the last. That its group is short is known too late for `scale`."""
+    """Fetches one batch ahead, to know which is the last. Whether its group is short is known too late for `scale`."""
     ahead, nothing = iter(batches), object()
-    following, place = next(ahead, nothing), 0
-    while following is not nothing:
-        batch, following = following, next(ahead, nothing)
-        last = place % count == count - 1 or following is nothing
+    next_batch, count_so_far = next(ahead, nothing), 0
+    while next_batch is not nothing:
+        batch, next_batch = next_batch, next(ahead, nothing)
+        last = count_so_far % count == count - 1 or next_batch is nothing
         yield Micro(batch, 1 / count, last)  # type: ignore[arg-type]
-        place += 1
+        count_so_far += 1
 
 
-class NotDeferred(RuntimeError):  # noqa: N818 -- what was found, as PyTorch's own names go
-    """Gradients travelled too early, or not at all."""
+class NotDeferred(RuntimeError):  # noqa: N818 -- it names what was found
+    """Gradients were sent too early, or not at all."""
 
 
 class Deferral:
-    """Holds gradient collectives back until the last micro-batch of a group, and proves that it did.
+    """Defers gradient collectives to the last micro-batch of a group, and verifies that.
 
-    Each kind of wrapper is watched where it decides: DDP in its forward pass, FSDP2 where it hands over a reduced
-    gradient. An optimizer is checked before it steps, so that no wrong gradient is ever applied.
+    Each kind of wrapper is checked where it decides: DDP in its forward pass, FSDP2 where it returns a reduced
+    gradient. An optimizer is checked before it steps, so that no wrong gradient is applied.
     """
 
     def __init__(self, model: torch.nn.Module, keep_sharded: bool) -> None:
@@ -163,7 +163,7 @@ class Deferral:
 
 
 class _NoSyncWrapper:
-    """DDP, and what else has `no_sync`: it decides in its forward pass whether the backward pass will send."""
+    """DDP, and other wrappers with `no_sync`, which decide in the forward pass whether the backward pass sends."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -203,10 +203,10 @@ class _NoSyncWrapper:
 
 
 class _ShardedModules:
-    """FSDP2 and HSDP: flags on every module, and a hook where a reduced gradient is handed over.
+    """FSDP2 and HSDP: flags on each module, and a hook for each reduced gradient.
 
-    `set_is_last_backward(False)` is left alone: FSDP2 would keep the order of one forward pass, prefetch by it in the
-    next backward pass, and gather weights that nobody needs.
+    `set_is_last_backward(False)` is not called: FSDP2 would prefetch in the order of an earlier forward pass, and
+    gather weights that are not needed.
     """
 
     module = None
@@ -220,7 +220,7 @@ class _ShardedModules:
 
     def __enter__(self) -> Self:
         for module in self._modules:
-            module.reshard()  # parameters that are whole still, from an evaluation, are not those that are trained
+            module.reshard()  # parameters still gathered, after an evaluation, are not those that are trained
         self._hooks = [weight.register_post_accumulate_grad_hook(self._count) for weight in self._parameters()]
         return self
 
@@ -259,7 +259,7 @@ class _ShardedModules:
 
 
 def _wrappers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The outermost modules that can hold their gradients back."""
+    """The outermost modules that can defer their gradients."""
     if hasattr(module, "no_sync"):
         yield module
     else:

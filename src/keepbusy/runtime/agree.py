@@ -1,4 +1,4 @@
-"""What ranks decide together, a step late, so that nobody waits for the step that is under way."""
+"""Decisions of all ranks, a step late, so that no rank waits for the step that is running."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keepbusy.runtime.readback import Reading, readback_stream, refuse_capture, send, whole
+from keepbusy.runtime.readback import Reading, full_value, readback_stream, refuse_capture, send
 
 T = TypeVar("T")
 _END: Any = object()
 
 
 def agree(flag: Any) -> bool:
-    """Whether any rank said yes a call ago: `if keepbusy.agree(stop): break` leaves the loop on all ranks at once.
+    """Whether any rank passed a true flag a call ago: `if keepbusy.agree(stop): break` ends all ranks' loops together.
 
-    Every rank calls it once a step. The k-th call hands this rank's flag over and returns, on every rank the same,
-    whether any of them handed over a yes at the call before: one step late, so that the answer has had a step's time to
-    come and the host does not wait for it, let alone for the device. It waits only for ranks that have not begun the
-    step before. The first call answers no. After a yes everything is forgotten: the next call is a first one again.
+    Every rank calls it once a step. Each call passes this rank's flag on and returns, the same on every rank, whether
+    any rank passed a true flag at the previous call. Being one step late, the answer has had a step's time to arrive,
+    and the host waits neither for it nor for the device, but only for ranks that have not begun the previous step. The
+    first call returns False. After a True all flags are forgotten, and the next call is a first one again.
 
     `flag` is true or false (`readings.nonfinite()`, a loader that has ended, a signal that was caught), or a tensor or
-    `Reading`, which counts one call later still: nobody waits for it to come home. A single process gets its own flag
-    back, a tensor's one call late.
+    `Reading`, which counts one call later, so that no rank waits for its value. A single process gets its own flag
+    back, that of a tensor one call late.
 
-    A rank must not just stop calling, for the others would wait for it until their process group loses patience; one
-    whose process has ended is named by an error at once. Where data may end earlier on one rank than on others, loop
-    over `keepbusy.runtime.together(loader)`.
+    A rank must not stop calling, or the others wait for it until their process group times out; a rank whose process
+    has ended raises an error at once. If data may end earlier on one rank than on others, loop over
+    `keepbusy.runtime.together(loader)`.
     """
     ranks = _ranks("agree()")
     return _SINGLE_PROCESS.replace(flag) if ranks is None else ranks.agreed(flag)
@@ -39,9 +39,9 @@ def agree(flag: Any) -> bool:
 def together(batches: Iterable[T]) -> Iterator[T]:
     """The batches of a rank for as long as every rank has one: `for batch in keepbusy.runtime.together(loader)`.
 
-    All ranks get the same number of batches, that of the rank with the fewest. Each looks one batch ahead and tells the
-    others while the batch before is worked on, so nobody waits but for the first one. A rank that leaves its loop
-    early, or whose data fails, ends it for the others after the step that they are in.
+    All ranks get the same number of batches, that of the rank with the fewest. Each fetches one batch ahead and informs
+    the others during the batch before, so ranks wait only for the first one. A rank that leaves its loop early, or
+    whose data fails, ends it for the others after their current step.
     """
     ranks = _ranks("together()")
     return iter(batches) if ranks is None else _together(iter(batches), ranks.loops)
@@ -50,14 +50,14 @@ def together(batches: Iterable[T]) -> Iterator[T]:
 def gather_later(value: Any) -> Reading:
     """Every rank's value, on every rank, without waiting: a `Reading` of shape (ranks, *value.shape).
 
-    `losses = keepbusy.runtime.gather_later(loss)`, and a step later `losses.tensor.mean()`. All ranks call it; any of
-    them may read what comes of it, or none. A tensor of the device is gathered by the process group's own collective,
-    beside the compute; a number or a tensor of the host by gloo, beside everything. It is the same kind on all ranks.
+    `losses = keepbusy.runtime.gather_later(loss)`, and a step later `losses.tensor.mean()`. All ranks call it
+    with the same kind of value; any of them, or none, may read the result. A device tensor is gathered by the process
+    group's own collective, beside the compute; a number or a host tensor by gloo.
     """
     if not isinstance(value, Tensor | int | float):
         raise TypeError(f"gather_later() takes a tensor or a number, but was given a {type(value).__name__}.")
     ranks = _ranks("gather_later()")
-    tensor = whole(value).detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    tensor = full_value(value).detach() if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     if ranks is None:
         return Reading(send([tensor[None]]))
     if tensor.device.type != "cuda" or dist.get_backend() == "gloo":
@@ -65,7 +65,7 @@ def gather_later(value: Any) -> Reading:
     refuse_capture("gather_later()", "call it after the replay")
     side, own = readback_stream(tensor.device), tensor.clone(memory_format=torch.contiguous_format)
     side.wait_stream(torch.cuda.current_stream(tensor.device))
-    own.record_stream(side)  # it is freed before the collective has read it
+    own.record_stream(side)  # it may be freed before the collective has read it
     with torch.cuda.stream(side):  # the compute goes on
         every = own.new_empty((dist.get_world_size(), *own.shape))
         dist.all_gather(list(every.unbind()), own, async_op=True).wait()
@@ -73,42 +73,42 @@ def gather_later(value: Any) -> Reading:
 
 
 class _OwnFlag:
-    """This process's flag: one on the device is known a call after it was given."""
+    """This process's flag; one on the device counts a call later."""
 
     def __init__(self) -> None:
         self.pending: Reading | None = None
 
     def replace(self, flag: Any) -> bool:
-        before, self.pending = self.pending, flag if isinstance(flag, Reading) else None
+        previous, self.pending = self.pending, flag if isinstance(flag, Reading) else None
         if isinstance(flag, Tensor) and flag.device.type != "cpu":
             self.pending = Reading(send([(flag != 0).any()]))
-        yes = before is not None and bool(before)
-        return yes or (self.pending is None and bool(flag))
+        is_set = previous is not None and bool(previous)
+        return is_set or (self.pending is None and bool(flag))
 
 
 _SINGLE_PROCESS = _OwnFlag()
 
 
 class _Ranks(_OwnFlag):
-    """What the ranks tell each other from host to host, by process groups of their own."""
+    """The ranks' exchange from host to host, by process groups of their own."""
 
     def __init__(self, world: Any) -> None:
         super().__init__()
         self.world = world
         self.group = dist.new_group(backend="gloo")
-        self.loops = dist.new_group(backend="gloo")  # loops may be run ahead by a thread of their own
+        self.loops = dist.new_group(backend="gloo")  # another thread may fetch batches ahead
         self.before: _Answer | None = None
 
     def agreed(self, flag: Any) -> bool:
-        before, self.before = self.before, _Answer(self.replace(flag), self.group)
-        yes = before is not None and before.yes()
-        if yes:
+        previous, self.before = self.before, _Answer(self.replace(flag), self.group)
+        is_agreed = previous is not None and previous.yes()
+        if is_agreed:
             self.before = self.pending = None
-        return yes
+        return is_agreed
 
 
 class _Answer:
-    """Whether any rank says yes, once all of them have been asked."""
+    """Whether any rank's flag is set, once all ranks have passed theirs."""
 
     def __init__(self, flag: bool, group: Any) -> None:
         self._flag = torch.tensor([flag], dtype=torch.int32, device="cpu")
@@ -156,7 +156,7 @@ def _together(source: Iterator[T], group: Any) -> Iterator[T]:
 
 
 def _next(source: Iterator[T]) -> tuple[T, BaseException | None]:
-    """The next batch; in its place an end, and why, where there is none."""
+    """The next batch, or `_END` with the error if there is one."""
     try:
         return next(source, _END), None
     except Exception as failure:
@@ -166,13 +166,13 @@ def _next(source: Iterator[T]) -> tuple[T, BaseException | None]:
 _OF_WORLD: list[_Ranks] = []
 
 
-def _ranks(who: str) -> _Ranks | None:
-    """Those of the present process group; None where there is but one process."""
+def _ranks(call: str) -> _Ranks | None:
+    """The ranks of the current process group; None for a single process."""
     if not dist.is_available() or not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise RuntimeError(
-                f"{who} was called on rank {os.environ.get('RANK', '0')} of {os.environ['WORLD_SIZE']} before there is "
-                "a process group; call torch.distributed.init_process_group() first."
+                f"{call} was called on rank {os.environ.get('RANK', '0')} of {os.environ['WORLD_SIZE']} before there "
+                "is a process group; call torch.distributed.init_process_group() first."
             )
         return None
     if dist.get_world_size() == 1:

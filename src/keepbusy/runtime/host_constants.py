@@ -1,8 +1,8 @@
-"""Tensors of the CPU that are made of nothing but numbers of the program: labels, masks, positions.
+"""CPU tensors that are made of numbers of the program alone, such as labels, masks and positions.
 
     positions = torch.arange(length).to(device)
 
-They are the same at each call, so a graph may hold their copy to the GPU, if it comes from pinned memory.
+They are the same at each call, so a graph may contain their copy to the GPU, if that is from pinned memory.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is not typed here
-    """While a graph is captured, knows those that are made, and has them copied from pinned memory."""
+    """During a capture, tracks such tensors as they are made, and copies them from pinned memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Tensor] = []
-        """What the graph copies from."""
-        self._known: dict[int, Tensor] = {}
-        """By their memory, which views of them share."""
+        """Pinned tensors from which the graph copies."""
+        self._by_memory: dict[int, Tensor] = {}
+        """By storage, which their views share."""
         self._making = _MadeOfNumbers(self)
 
     def __enter__(self) -> Self:
@@ -52,22 +52,22 @@ class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is 
         return result
 
     def _note(self, function: Any, args: Any, options: Any, result: Any) -> None:
-        """What comes of constants alone, and of no random numbers, is one; what something else is written to is none
-        any longer."""
-        given = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+        """A result of constants alone, without random numbers, is a constant. One written by anything else is none any
+        longer."""
+        inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
         name, is_drawn = function.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in function.tags
-        if is_drawn or not all(map(self.holds, given)) or "lift_fresh" in name or (not given and "empty" in name):
-            for tensor in made:
-                self._known.pop(_memory_of(tensor), None)
+        if is_drawn or not all(map(self.holds, inputs)) or "lift_fresh" in name or (not inputs and "empty" in name):
+            for tensor in outputs:
+                self._by_memory.pop(_memory_of(tensor), None)
         else:
-            self._known |= {_memory_of(tensor): tensor for tensor in made}
+            self._by_memory |= {_memory_of(tensor): tensor for tensor in outputs}
 
-    def add(self, made: Tensor) -> None:
-        self._known[_memory_of(made)] = made
+    def add(self, constant: Tensor) -> None:
+        self._by_memory[_memory_of(constant)] = constant
 
     def holds(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.device.type == "cpu" and _memory_of(value) in self._known
+        return isinstance(value, Tensor) and value.device.type == "cpu" and _memory_of(value) in self._by_memory
 
     def _pinned(self, constant: Tensor) -> Tensor:
         self.kept.append(constant.pin_memory())
@@ -78,7 +78,7 @@ class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is 
 
 
 class _MadeOfNumbers(TorchFunctionMode):  # type: ignore[misc]
-    """`torch.tensor([1.0], device="cuda")` is made on the CPU and copied, which PyTorch does where no mode sees it."""
+    """Makes `torch.tensor([1.0], device="cuda")` on the CPU and copies it, as PyTorch does where no mode sees it."""
 
     def __init__(self, constants: CapturedConstants) -> None:
         super().__init__()
@@ -95,9 +95,9 @@ class _MadeOfNumbers(TorchFunctionMode):  # type: ignore[misc]
             return function(*args, **options)
         device = options.pop("device", None) or torch.get_default_device()
         is_trained = options.pop("requires_grad", False)
-        made = function(*args, **options, device="cpu")
-        self._constants.add(made)
-        return made.to(device).requires_grad_(is_trained)
+        constant = function(*args, **options, device="cpu")
+        self._constants.add(constant)
+        return constant.to(device).requires_grad_(is_trained)
 
 
 def _memory_of(tensor: Tensor) -> int:

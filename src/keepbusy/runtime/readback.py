@@ -1,7 +1,7 @@
-"""`readback`: a value of the device that arrives on the host later. Nobody waits for it before somebody needs it.
+"""`readback`: a device value that arrives on the host later; only reading it waits.
 
-Numbers are written home by a kernel, into pinned memory; tensors are set aside on the device and copied there beside
-the compute.
+A kernel writes numbers into pinned host memory. Tensors are copied on the device first, and then to pinned memory
+beside the compute.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from keepbusy.torch_names.pytorch import current_stream, tree_flatten, tree_unfl
 SLOT_DOUBLES = 32
 _SLOT_BYTES = 8 * SLOT_DOUBLES
 _SLOTS_PER_PAGE = 1024
-"""They are pinned at once: about as many values as can be under way before a launch has to wait anyway."""
+"""Slots pinned at once: about as many values as a full queue of launches holds."""
 _PACKED_BELOW = 1 << 20
-"""Bytes. Tensors below travel as one."""
+"""Bytes. Smaller tensors are copied as one."""
 _COPIED_UNASKED = 64 << 20
-"""So many bytes are set aside without asking how much room there is."""
+"""Bytes that are copied on the device without asking how much memory is free."""
 _NUMBERS = (int, float, complex)
-_ONE_DOUBLE: dict[torch.dtype, type] = {
+_PYTHON_TYPES: dict[torch.dtype, type] = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), float), torch.bool: bool,
     **dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), int),
 }  # fmt: skip
-"""And what Python makes of it."""
-_DOUBLES = {**dict.fromkeys(_ONE_DOUBLE, 1), torch.int64: 2, torch.float64: 2}
-"""A double holds each value of most types; two hold the halves of the others."""
+"""The Python types of dtypes whose values fit a double."""
+_DOUBLES = {**dict.fromkeys(_PYTHON_TYPES, 1), torch.int64: 2, torch.float64: 2}
+"""How many doubles hold a value; two hold the halves of a value of eight bytes."""
 _SENDING, _LANDING, _UNPACKING, _PINNING = Lock(), Lock(), Lock(), Lock()
 
 
 def readback(value: Any) -> Any:
-    """Read a value of the device without making the host wait: `losses.append(keepbusy.readback(loss))`.
+    """Read a device value without making the host wait: `losses.append(keepbusy.readback(loss))`.
 
-    Returns a `Reading` for a tensor; for dicts, lists, tuples and whatever else PyTorch knows as a pytree the same with
-    a `Reading` for each tensor, all of them brought home by one copy. A reading is the value as it is now: what happens
-    to the tensor afterwards (an update in place, the next replay of a graph) does not change it.
+    Returns a `Reading` for a tensor. For dicts, lists, tuples and other pytrees of PyTorch it returns the same with a
+    `Reading` for each tensor, all copied at once. A reading is the value as it is now: later changes of the tensor (an
+    update in place, the next replay of a graph) do not change it.
 
-    `float(reading)` and its like wait only if the value is not there yet, and then for this value alone, not for what
-    was launched after it. Read a step later, it is usually there. Tensors of the host are read at once; numbers stay
-    as they are. While a CUDA graph is being captured nothing can be read: return the tensor, read it after the replay.
+    `float(reading)` and the like wait only if the value has not arrived, and then for this value alone, not for later
+    launches. A step later it has usually arrived. Host tensors are read at once; numbers stay as they are. During the
+    capture of a CUDA graph nothing can be read: return the tensor, and read it after the replay.
     """
     if isinstance(value, Tensor):
-        return Reading(send([whole(value)]))
+        return Reading(send([full_value(value)]))
     leaves, structure = tree_flatten(value)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not places and not all(isinstance(leaf, _NUMBERS) for leaf in leaves):
@@ -61,9 +61,9 @@ def readback(value: Any) -> Any:
         )
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     for place in places:
-        tensor = whole(leaves[place])
+        tensor = full_value(leaves[place])
         by_device.setdefault(tensor.device, {})[place] = tensor
-    for tensors in by_device.values():  # those of one device travel together
+    for tensors in by_device.values():  # one copy for each device
         arriving = send(list(tensors.values()))
         for number, place in enumerate(tensors):
             leaves[place] = Reading(arriving, number)
@@ -71,7 +71,7 @@ def readback(value: Any) -> Any:
 
 
 class Reading:
-    """A value of the device on its way to the host. It is a number once it is asked for one, not before."""
+    """A device value on its way to the host, which becomes a number when it is read."""
 
     __slots__ = ("_place", "_sent")
 
@@ -80,12 +80,12 @@ class Reading:
 
     @property
     def ready(self) -> bool:
-        """Whether it is there, so that reading it will not wait."""
+        """Whether the value has arrived, so that reading it does not wait."""
         return self._sent.ready
 
     @property
     def tensor(self) -> Tensor:
-        """The value as a tensor of the host."""
+        """The value as a host tensor."""
         return self._sent.open(self._place)
 
     def item(self) -> Any:
@@ -124,7 +124,7 @@ _Step = dict[str, Reading | float]
 
 
 class Readings:
-    """Means and checks of many values, for one copy a step and without making the host wait for the step it is in.
+    """Means and checks of many values, by one copy a step, without making the host wait for the current step.
 
         readings = Readings()
         for step, batch in enumerate(loader):
@@ -136,9 +136,9 @@ class Readings:
                 print(readings.means())
         print(readings.means(last=True))
 
-    Every answer is one step late: it is about all steps but the last one added, so that the device still has that one
-    to do while the host reads. It does not depend on how fast anything ran. `last=True` counts the last step too, and
-    waits for it: that is for the end of an epoch. Sums are kept in double precision.
+    Every answer is one step late: it covers all steps but the last one added, so that the device has that one to
+    compute while the host reads. The answer does not depend on timing. `last=True` includes the last step, and waits
+    for it, as at the end of an epoch. Sums have double precision.
     """
 
     def __init__(self) -> None:
@@ -152,16 +152,16 @@ class Readings:
         for name, value in values.items():
             is_tensor = isinstance(value, Tensor)
             if not (value.numel() == 1 if is_tensor else isinstance(value, Reading | int | float)):
-                found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+                kind = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
                 raise ValueError(
-                    f"add({name}=...) was given {found}, and a mean is kept of single numbers; give {name}'s own mean."
+                    f"add({name}=...) was given {kind}, and a mean is kept of single numbers; give {name}'s own mean."
                 )
         self._uncounted.append(readback(values))
         while len(self._uncounted) > 1 and all(getattr(value, "ready", True) for value in self._uncounted[0].values()):
             self._count(self._uncounted.popleft())
 
     def means(self, *, last: bool = False) -> dict[str, float]:
-        """Of each name the mean since the last `reset()`."""
+        """The mean of each name since the last `reset()`."""
         self._read(last)
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 
@@ -171,7 +171,7 @@ class Readings:
         return list(self._nonfinite)
 
     def reset(self) -> None:
-        """Begin anew. What has not been counted yet, the step added last, belongs to the new beginning."""
+        """Start from zero. The step added last, which is not counted yet, belongs to the new start."""
         self._read(last=False)
         self._sums, self._counts, self._nonfinite = {}, {}, {}
 
@@ -189,11 +189,11 @@ class Readings:
 
 
 _UNDER_WAY: dict[torch.device, deque[Arriving]] = {}
-"""Of each device what has not arrived as far as anybody looked, in the order in which it was sent."""
+"""By device, values not known to have arrived, in the order in which they were sent."""
 
 
 def send(tensors: list[Tensor]) -> Arriving:
-    """All of one device, on their way."""
+    """Send tensors of one device to the host."""
     device = tensors[0].device
     if device.type != "cuda":
         return HostReadback(tensors)
@@ -203,7 +203,7 @@ def send(tensors: list[Tensor]) -> Arriving:
         under_way = _UNDER_WAY.get(device)
         if under_way is None:
             under_way = _UNDER_WAY[device] = deque()
-        # readings may be kept for long: what has arrived leaves its memory to others. This one is only being sent
+        # readings may be kept for long, so values that have arrived leave their pinned memory
         while under_way and under_way[0].ready:
             under_way.popleft().land()
         under_way.append(sent)
@@ -211,11 +211,10 @@ def send(tensors: list[Tensor]) -> Arriving:
 
 
 class ScalarReadback:
-    """Numbers as they are now, brought home by no copy: a kernel writes them into the host's memory.
+    """Numbers as they are now, written into host memory by a kernel.
 
-    It runs in the order of the current stream, so it reads what the program meant, whatever happens to the tensors
-    afterwards. Converting to double is what makes it a kernel: a plain copy, and the stream with it, would wait for
-    the copy engine whenever something large is on its way home.
+    It runs in the order of the current stream, so later changes of the tensors do not matter. The conversion to double
+    makes it a kernel: a plain copy, and the stream with it, would wait while the copy engine is busy with large copies.
     """
 
     __slots__ = ("_arrived", "_device", "_doubles", "_places", "_slot")
@@ -227,7 +226,7 @@ class ScalarReadback:
 
     @classmethod
     def send(cls, tensors: Sequence[Tensor], device: torch.device) -> ScalarReadback | None:
-        """None where they are no numbers, or the device cannot write home. Called every step: each operation counts."""
+        """None for other tensors, or if the device cannot write to host memory. Each operation counts."""
         count = 0
         for tensor in tensors:
             size = _DOUBLES.get(tensor.dtype, SLOT_DOUBLES + 1)
@@ -243,26 +242,26 @@ class ScalarReadback:
         sent = cls(device, slot)
         start = 0
         for tensor in tensors:
-            dtype, bare = tensor.dtype, tensor.detach() if tensor.requires_grad else tensor
+            dtype, detached = tensor.dtype, tensor.detach() if tensor.requires_grad else tensor
             sent._places.append((start, dtype, tensor.shape))
             if _DOUBLES[dtype] == 1:
-                slot.double(start).copy_(bare.view(()) if bare.ndim else bare)
+                slot.double(start).copy_(detached.view(()) if detached.ndim else detached)
                 start += 1
             else:
-                slot.on_device[start : start + 2].copy_(bare.view(1).view(torch.int32))
+                slot.on_device[start : start + 2].copy_(detached.view(1).view(torch.int32))
                 start += 2
         slot.event.record(current_stream(device))
         return sent
 
     @property
     def ready(self) -> bool:
-        """Whether they are there."""
+        """Whether the numbers have arrived."""
         if not self._arrived:
             self._arrived = bool(self._slot.event.query())
         return self._arrived
 
     def land(self) -> None:
-        """Wait for them, if it must, and leave the pinned memory to others."""
+        """Wait for the numbers, if necessary, and give the pinned memory back."""
         if not self.ready:
             self._slot.event.synchronize()
             self._arrived = True
@@ -273,13 +272,13 @@ class ScalarReadback:
                     _give_back(self._device, self._slot)
 
     def number(self, place: int) -> Any:
-        """One of the numbers, without a tensor for it on the way."""
+        """One of the numbers, without making a tensor."""
         self.land()
         start, dtype, _ = self._places[place]
-        return _ONE_DOUBLE[dtype](self._doubles[start]) if dtype in _ONE_DOUBLE else self.open(place).item()
+        return _PYTHON_TYPES[dtype](self._doubles[start]) if dtype in _PYTHON_TYPES else self.open(place).item()
 
     def open(self, place: int) -> Tensor:
-        """One of the numbers, as a tensor of the host."""
+        """One of the numbers, as a host tensor."""
         self.land()
         start, dtype, shape = self._places[place]
         if _DOUBLES[dtype] == 1:
@@ -288,34 +287,34 @@ class ScalarReadback:
         return torch.tensor(halves, dtype=torch.int32, device="cpu").view(dtype).view(shape)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Of a tensor that ranks share the value of the whole: all of them read it, as all of them hold a part."""
+def full_value(tensor: Tensor) -> Tensor:
+    """The full value of a tensor; a sharded one is gathered, so all ranks that hold a part must call."""
     return tensor if tensor.__class__ is Tensor or not hasattr(tensor, "full_tensor") else tensor.full_tensor()
 
 
-def refuse_capture(who: str, remedy: str) -> None:
+def refuse_capture(call: str, remedy: str) -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{who} was called while a CUDA graph is being captured, where nothing can be read; {remedy}."
+            f"{call} was called while a CUDA graph is being captured, where nothing can be read; {remedy}."
         )
 
 
 class Arriving(Protocol):
-    """Values that arrive on the host."""
+    """Values on their way to the host."""
 
     @property
     def ready(self) -> bool:
-        """Whether they are there."""
+        """Whether the values have arrived."""
 
     def land(self) -> None:
-        """Wait for them, if it must, and leave the memory that they travelled in to others."""
+        """Wait for the values, if necessary, and give pinned memory back."""
 
     def open(self, place: int) -> Tensor:
         """One of the values, on the host."""
 
 
 class HostReadback:
-    """Values that need no way home, as they were at the call."""
+    """Copies of host values as they were at the call."""
 
     ready = True
 
@@ -334,9 +333,9 @@ class HostReadback:
 class TensorReadback:
     """Tensors of one CUDA device as they are now, whatever the program does to them afterwards.
 
-    They are copied on the device first, in the order of the current stream. A copy that is nobody else's can be neither
-    overwritten nor freed on its way home, so nothing has to wait for it; it is kept until it is known to be there.
-    Where the device has no room for copies, the current stream, and nobody else, waits until the tensors are home.
+    They are copied on the device first, in the order of the current stream. The program can neither overwrite nor free
+    such a copy, so nothing has to wait until it has reached the host. If the device has no room for copies, the current
+    stream waits until the tensors are on the host.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -345,9 +344,9 @@ class TensorReadback:
         plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
         self._kinds = [_Kind(tensor.nbytes, tensor.dtype, tensor.shape) for tensor in plain]
         small = [tensor for tensor in plain if tensor.nbytes < _PACKED_BELOW]
-        if len(small) < 2:  # a single one keeps its type
+        if len(small) < 2:  # a single tensor keeps its type
             packed = [tensor.clone(memory_format=torch.contiguous_format) for tensor in small]
-        else:  # small tensors of any types travel as one tensor of bytes, made by a single launch
+        else:  # small tensors of any types are joined to bytes by a single launch
             packed = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in small])]
         self._pieces = [*packed, *self._copies_of([tensor for tensor in plain if tensor.nbytes >= _PACKED_BELOW])]
         self._event = torch.cuda.Event()
@@ -357,29 +356,29 @@ class TensorReadback:
         self._tensors: list[Tensor] = []
 
     def _copies_of(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """On the device. What it has no room for goes home at once, and whatever the current stream does next waits."""
+        """Copies on the device. Tensors without room there go to the host at once, and the current stream waits."""
         current = torch.cuda.current_stream(self._device)
         room = _room(self._device, sum(tensor.nbytes for tensor in tensors))
         for tensor in tensors:
             room -= tensor.nbytes
-            copied = None
+            copy = None
             if room >= 0:
                 with suppress(torch.cuda.OutOfMemoryError):
-                    copied = tensor.clone()
-            if copied is None:
+                    copy = tensor.clone()
+            if copy is None:
                 self._stream.wait_stream(current)
                 with torch.cuda.stream(self._stream):
-                    copied = tensor.to("cpu", non_blocking=True)
+                    copy = tensor.to("cpu", non_blocking=True)
                 current.wait_stream(self._stream)
-            yield copied
+            yield copy
 
     def send(self) -> TensorReadback:
-        """Bring them home, on a stream of their own."""
+        """Copy the tensors to the host, on another stream."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._event)
             for piece in self._pieces:
                 if piece.nbytes > _SLOT_BYTES:
-                    # told not to wait, PyTorch takes pinned memory, which its caching allocator keeps
+                    # a copy that does not block goes to pinned memory, which PyTorch's allocator caches
                     self._on_host.append(piece.to("cpu", non_blocking=True))
                 else:
                     self._slots.append(_take(self._device))
@@ -390,16 +389,16 @@ class TensorReadback:
 
     @property
     def ready(self) -> bool:
-        """Whether they are all there."""
+        """Whether all tensors have arrived."""
         return bool(self._tensors) or bool(self._event.query())
 
     def land(self) -> None:
-        """Wait if it must: for them, and for nothing that was launched after them."""
+        """Wait for the tensors, if necessary, and for nothing that was launched after them."""
         if not self._tensors and not self._event.query():
             self._event.synchronize()
         with _UNPACKING:
             if not self._tensors:
-                with torch.inference_mode(self._inference):  # of when they were sent
+                with torch.inference_mode(self._inference):  # as when they were sent
                     self._tensors = list(_unpacked(self._on_host, self._kinds))
                 for slot in self._slots:
                     _give_back(self._device, slot)
@@ -418,7 +417,7 @@ class _Kind(NamedTuple):
 
 
 def _unpacked(on_host: Sequence[Tensor], kinds: Sequence[_Kind]) -> Iterator[Tensor]:
-    """Small ones go into memory of their own: the pinned memory is for what is still on its way."""
+    """The tensors; small ones are copied, so that their pinned memory can be reused."""
     remaining, start = iter(on_host), 0
     small = [kind for kind in kinds if kind.size < _PACKED_BELOW]
     pack = next(remaining) if small else None
@@ -432,10 +431,10 @@ def _unpacked(on_host: Sequence[Tensor], kinds: Sequence[_Kind]) -> Iterator[Ten
             start += kind.size
 
 
-def _room(device: torch.device, wanted: int) -> int:
-    """Bytes to set aside: half of what this process at its peak and all others have left of the device."""
-    if wanted <= _COPIED_UNASKED:
-        return wanted
+def _room(device: torch.device, size: int) -> int:
+    """Bytes for copies on the device: half of what is free beside this process's peak and other processes."""
+    if size <= _COPIED_UNASKED:
+        return size
     free, _ = torch.cuda.mem_get_info(device)
     return (free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)) // 2
 
@@ -446,9 +445,9 @@ def readback_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class PinnedSlot:
-    """A piece of pinned memory as the host sees it, and as the device does where it can write there itself.
+    """A piece of pinned memory for the host, and for the device if that can write there itself.
 
-    It is pinned a page at a time: pinning more makes the host wait for the device.
+    Memory is pinned a page of slots at a time, since pinning makes the host wait for the device.
     """
 
     __slots__ = ("_doubles", "bytes", "event", "on_device", "on_host")
@@ -459,7 +458,7 @@ class PinnedSlot:
         self._doubles: dict[int, Tensor] = {}
 
     def double(self, place: int) -> Tensor:
-        """One double, as the device sees it."""
+        """One double, as a device tensor."""
         double = self._doubles.get(place)
         if double is None:
             assert self.on_device is not None
@@ -468,41 +467,41 @@ class PinnedSlot:
 
 
 class _DeviceArray:
-    """Pinned memory, said to be an array of the device: CUDA lets kernels write there."""
+    """Pinned memory as a device array: CUDA lets kernels write there."""
 
     def __init__(self, page: Tensor) -> None:
-        self.page = page  # kept for as long as tensors lie in it
+        self.page = page  # kept while tensors use it
         place, shape = (page.data_ptr(), False), tuple(page.shape)
         self.__cuda_array_interface__ = {"data": place, "shape": shape, "typestr": "<f8", "version": 2}
 
 
-_UNUSED: dict[torch.device, list[PinnedSlot]] = {}
-_FRESH: dict[torch.device, Iterator[PinnedSlot]] = {}
+_FREE_SLOTS: dict[torch.device, list[PinnedSlot]] = {}
+_NEW_SLOTS: dict[torch.device, Iterator[PinnedSlot]] = {}
 
 
 def _take(device: torch.device) -> PinnedSlot:
-    """A slot that nothing travels to."""
+    """A slot that is not in use."""
     try:
-        return _UNUSED[device].pop()
+        return _FREE_SLOTS[device].pop()
     except (KeyError, IndexError):
         with _PINNING:
-            _UNUSED.setdefault(device, [])
-            return next(_FRESH.setdefault(device, _fresh(device)))
+            _FREE_SLOTS.setdefault(device, [])
+            return next(_NEW_SLOTS.setdefault(device, _new_slots(device)))
 
 
 def _give_back(device: torch.device, slot: PinnedSlot) -> None:
-    _UNUSED[device].append(slot)
+    _FREE_SLOTS[device].append(slot)
 
 
-def _fresh(device: torch.device) -> Iterator[PinnedSlot]:
+def _new_slots(device: torch.device) -> Iterator[PinnedSlot]:
     while True:
-        # whoever reads first during an evaluation will read during the next training
+        # made outside of inference mode: slots of an evaluation are used in training, too
         with torch.inference_mode(False), torch.cuda.device(device):
             page = torch.zeros(_SLOTS_PER_PAGE * SLOT_DOUBLES, dtype=torch.float64, device="cpu", pin_memory=True)
             on_device = None
-            with suppress(RuntimeError, TypeError, ValueError):  # this build of PyTorch or the driver may not offer it
-                shown = torch.as_tensor(_DeviceArray(page), device=device)
-                on_device = shown if shown.data_ptr() == page.data_ptr() else None
+            with suppress(RuntimeError, TypeError, ValueError):  # PyTorch or the driver may not support it
+                device_view = torch.as_tensor(_DeviceArray(page), device=device)
+                on_device = device_view if device_view.data_ptr() == page.data_ptr() else None
         for start in range(0, len(page), SLOT_DOUBLES):
             piece = slice(start, start + SLOT_DOUBLES)
             yield PinnedSlot(page[piece], None if on_device is None else on_device[piece])

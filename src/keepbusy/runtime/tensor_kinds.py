@@ -1,5 +1,4 @@
-"""Whether tensors are of the kinds of those before, and lie where they lay, in one call for hundreds; what a function
-returned, taken apart."""
+"""Compares hundreds of tensors with earlier ones, by kind or by address, in one call; and flattens results."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from keepbusy.torch_names.pytorch import (
 
 
 def same_kinds(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Tells of as many others whether all are alike: class, device, type, shape, stride, and whether gradients are due.
+    """A function that compares as many tensors with these: class, device, type, shape, stride and `requires_grad`.
 
-    PyTorch's compiler guards its inputs so. Asked of each in Python, the same takes half a microsecond a tensor.
+    PyTorch's compiler guards its inputs with it. In Python the same takes half a microsecond a tensor.
     """
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -31,40 +30,40 @@ def same_kinds(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def same_places(tensors: Sequence[Tensor]) -> Callable[[], bool]:
-    """Tells whether they all lie where they lie now. PyTorch built for CUDA compares them in one call of its own."""
-    known = [*tensors]
-    places = [tensor.data_ptr() for tensor in known]
+    """A function that says whether all are still at the same address; one call of PyTorch's in a build with CUDA."""
+    watched = [*tensors]
+    places = [tensor.data_ptr() for tensor in watched]
     if same_addresses is None:
-        return lambda: [*map(Tensor.data_ptr, known)] == places
-    return functools.partial(same_addresses, known, places, [*range(len(known))])
+        return lambda: [*map(Tensor.data_ptr, watched)] == places
+    return functools.partial(same_addresses, watched, places, [*range(len(watched))])
 
 
-def flatten_result(returned: Any) -> tuple[list[Any], TreeSpec]:
-    """Its leaves, as `tree_flatten` gives them, those of dataclasses among them."""
-    return cast("tuple[list[Any], TreeSpec]", tree_flatten(tree_map(_opened, returned)))
+def flatten_result(result: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a function's result and its structure, as by `tree_flatten`, which opens dataclasses, too."""
+    return cast("tuple[list[Any], TreeSpec]", tree_flatten(tree_map(_open_dataclass, result)))
 
 
 class _Fields:
-    """Stands for a dataclass, which PyTorch takes for a leaf unless its own class was registered."""
+    """In place of a dataclass, which PyTorch treats as a leaf unless its class was registered."""
 
-    def __init__(self, held: Any) -> None:
-        self.kind, self.parts = type(held), {field.name: getattr(held, field.name) for field in fields(held)}
+    def __init__(self, value: Any) -> None:
+        self.kind, self.parts = type(value), {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _opened(leaf: Any) -> Any:
+def _open_dataclass(leaf: Any) -> Any:
     return _Fields(leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else leaf
 
 
-def _parts_of(held: _Fields) -> tuple[list[Any], Any]:
-    return [tree_map(_opened, part) for part in held.parts.values()], (held.kind, *held.parts)
+def _parts_of(opened: _Fields) -> tuple[list[Any], Any]:
+    return [tree_map(_open_dataclass, part) for part in opened.parts.values()], (opened.kind, *opened.parts)
 
 
 def _made_of(parts: Any, context: Any) -> Any:
     kind, *names = context
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, part in zip(names, parts, strict=True):
-        object.__setattr__(made, name, part)  # as frozen ones are made, too
-    return made
+        object.__setattr__(instance, name, part)  # works for frozen dataclasses, too
+    return instance
 
 
 register_pytree_node(_Fields, _parts_of, _made_of)

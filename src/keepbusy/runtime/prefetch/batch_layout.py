@@ -1,14 +1,14 @@
-"""A batch taken apart: its tree, and how its tensors stand in one piece of memory, of those that can stand there.
+"""The tree of a batch, and the layout of its tensors in one piece of memory.
 
-A loader's workers do so where a batch is made, in shared memory that is pinned once. Of five hundred tensors that a
-worker sends one by one, each comes by a file of its own, is pinned alone, and is taken from and put into its batch in
-Python. Joined they are one tensor on all that way, until they are cut out on the device. And what is large is not
-copied again to pinned memory, from pages that the training process has never touched before.
+A loader's workers join a batch's tensors in shared memory that is pinned once. Tensors sent one by one each need a file
+of their own and a pinning of their own, and Python takes them from and puts them into their batch. Joined they are one
+tensor until they are split on the device, and large ones are not copied again to pinned memory, from pages that the
+training process has never touched.
 
-A buffer's first byte tells whose it is. The worker that made it sets it and fills the rest; the training process clears
-it when the batch within is let go, which is after the device has read it. Where a batch is kept its worker takes
-another buffer. The second byte says that the training process holds the buffer: then its name is sent in its place, and
-no file is passed between processes, which takes a fifth of a millisecond.
+The first byte of a buffer says who owns it. The worker sets it and fills the rest; the training process clears it when
+the batch is freed, after the device has read it. While a batch is kept, its worker uses another buffer. The second byte
+says that the training process holds the buffer: then its name is sent instead, and no file is passed between processes,
+which takes a fifth of a millisecond.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from keepbusy.torch_names.pytorch import (
 )
 
 ALIGNMENT = 512
-"""Bytes. As the caching allocator aligns: no kernel sees the difference to a tensor that came alone."""
+"""Bytes, as in the caching allocator, so that kernels find tensors aligned as usual."""
 DIRECT_COPY_BYTES = 256 << 10
-"""From this size on a pinned tensor is copied from where it is. Measured on an H200: a copy of its own keeps the bus
+"""Bytes from which a pinned tensor is copied directly. Measured on an H200: a copy of its own keeps the bus
 two thirds busy at this size, a fifth at 64 KB; packing costs the host twice as much as issuing that copy."""
-_STRETCH = 4
-"""More tensors than these whose rows are alike are cut out by one call of their own, each in its shape."""
+_SECTION_MINIMUM = 4
+"""More tensors than this with equal rows are a section of their own, split into their shapes by one call."""
 BUFFERS = 8
-"""Of a worker: what it has under way, what the loop has, and what is on its way to the device."""
+"""Buffers of a worker: for batches being made, in the loop, and on their way to the device."""
 _WORTH_JOINING = 8
-"""Of fewer tensors, if they are small, nothing is gained."""
+"""Joining fewer small tensors saves nothing."""
 _HELD, _NAME = 1, slice(16, 32)
 _BY_NAME: dict[bytes, torch.UntypedStorage] = {}
 """The buffers that this process holds."""
@@ -59,21 +59,24 @@ _FOR_ALL_DEVICES = 1
 """cudaHostRegisterPortable."""
 
 ToDevice = Callable[[Any], Any]
+_Rebuild = Callable[[list[Any], ToDevice], Any]
 _TensorKind = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]
 """Type, shape, and stride unless the tensor is contiguous."""
 _View = tuple[tuple[int, ...], tuple[int, ...]] | None
-"""Shape and stride; None of a tensor that is cut out in its shape."""
+"""Shape and stride; None for a tensor that is split off in its shape."""
 
 
 class BatchTree:
-    """The `leaves` of a batch. Each is a tensor, something that moves itself, or of no concern to us."""
+    """The `leaves` of a batch: tensors, objects that move themselves, and others, which are left as they are."""
 
     def __init__(self, batch: Any) -> None:
-        nodes, self._structure = taken_apart(batch)
+        nodes, self._structure = take_apart(batch)
         self._size = len(nodes)
-        plain = self._structure.__class__ is list
-        opened = {} if plain else {at: _opened(node) for at, node in enumerate(nodes) if node.__class__ is not Tensor}
-        self._inner = {place: inner for place, inner in opened.items() if inner is not None}
+        is_tensor_dict = self._structure.__class__ is list
+        self._inner: dict[int, tuple[BatchTree, _Rebuild]] = {}
+        for place, node in enumerate(nodes if not is_tensor_dict else ()):
+            if node.__class__ is not Tensor and (inner := _open_node(node)) is not None:
+                self._inner[place] = inner
         self.leaves = nodes
         if self._inner:
             parts = [
@@ -82,7 +85,7 @@ class BatchTree:
             self.leaves = [leaf for part in parts for leaf in part]
 
     def close(self, leaves: Iterator[Any], to_device: ToDevice) -> Any:
-        """The batch again, of other leaves. What keeps its device in mind learns the new one at the end."""
+        """The batch with other leaves. Objects that store their device are moved at the end."""
         if not self._inner:
             return put_together(list(islice(leaves, self._size)), self._structure)
         nodes = []
@@ -95,34 +98,34 @@ class BatchTree:
         return put_together(nodes, self._structure)
 
 
-def taken_apart(batch: Any, kind: type = Tensor) -> tuple[list[Any], Any]:
-    """What is in it, and its structure: of a dict of tensors its names, for PyTorch's trees take ten times as long."""
+def take_apart(batch: Any, kind: type = Tensor) -> tuple[list[Any], Any]:
+    """A batch's parts and structure. For a dict of tensors that is its names, since pytrees take ten times as long."""
     if batch.__class__ is dict and set(map(type, batch.values())) == {kind}:
         return list(batch.values()), list(batch)
     return tree_flatten(batch, is_leaf=_has_to)
 
 
 def put_together(nodes: list[Any], structure: Any) -> Any:
-    """The same of other things."""
+    """A batch of that structure with other parts."""
     return dict(zip(structure, nodes, strict=True)) if structure.__class__ is list else tree_unflatten(nodes, structure)
 
 
 def moves_itself(value: Any) -> bool:
-    """Whether it has a `to` of its own, and PyTorch does not know how to open it."""
+    """Whether it has a `to` method, and is no pytree."""
     return _has_to(value) and value.__class__ not in SUPPORTED_NODES
 
 
 def _has_to(value: Any) -> bool:
-    """Whether it is no plain tensor and has a `to` of its own."""
+    """Whether it has a `to` method and is no plain tensor."""
     return value.__class__ is not Tensor and hasattr(value.__class__, "to")
 
 
-def _opened(node: Any) -> tuple[BatchTree, Callable[[list[Any], ToDevice], Any]] | None:
-    """What a node holds that PyTorch's trees end at, and how to make another that holds other things."""
+def _open_node(node: Any) -> tuple[BatchTree, _Rebuild] | None:
+    """The parts of a node that is a leaf of pytrees, and a function that makes such a node of other parts."""
     if _has_to(node):
         if node.__class__ not in SUPPORTED_NODES:
             return None
-        # PyTorch opens it, and it keeps its device in mind, as a TensorDict does
+        # a pytree that stores its device, such as a TensorDict
         children, spec = tree_flatten(node, is_leaf=lambda part: part is not node)
         return BatchTree(children), lambda parts, to_device: to_device(tree_unflatten(parts, spec))
     if isinstance(node, dict):
@@ -130,7 +133,7 @@ def _opened(node: Any) -> tuple[BatchTree, Callable[[list[Any], ToDevice], Any]]
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
         values = [getattr(node, name) for name in names]
-        # no constructor runs: it might want other arguments, or check them, or the class may be frozen
+        # without the constructor, which may need other arguments or check them; the class may be frozen
         return BatchTree(values), lambda parts, _: _copy_with(node, object.__setattr__, names, parts)
     return None
 
@@ -142,8 +145,8 @@ def _copy_with(node: Any, put: Callable[[Any, Any, Any], None], names: Any, part
     return new
 
 
-class PackedStretch(NamedTuple):
-    """Tensors of one type that stand one after the other; of many that share what stands in a row, its shape."""
+class PackedSection(NamedTuple):
+    """Consecutive tensors of one type; `row` is the shape of a row if many tensors share it."""
 
     dtype: torch.dtype
     row: tuple[int, ...]
@@ -151,22 +154,22 @@ class PackedStretch(NamedTuple):
     end: int
     sizes: list[int]  # in rows: a tensor, the gap after it, and so on; or the tensors, if there are no gaps
     step: int  # from a tensor to the next among these
-    views: list[_View]  # none if all are cut out in their shapes
+    views: list[_View]  # empty if all are split off in their shapes
 
 
 class Layout(NamedTuple):
-    """Where all tensors of a batch stand: first those that travel together, then those that travel alone."""
+    """The places of a batch's tensors: first those that are copied together, then those that are copied alone."""
 
-    stretches: list[PackedStretch]
-    order: list[int]  # which tensor stands first, which one second, and so on
-    together: int  # how many travel together
-    packed: int  # bytes up to the end of those
-    pageable: int  # bytes of those that are large enough to travel alone, and only not pinned
+    sections: list[PackedSection]
+    order: list[int]  # the tensors' numbers in the order of their places
+    together: int  # how many are copied together
+    packed: int  # bytes of those, with gaps
+    pageable: int  # bytes of tensors that are large enough to be copied alone, but not pinned
     size: int  # bytes in all
 
 
 def packable(leaves: Sequence[Any]) -> list[int]:
-    """Which of them are tensors of the host that are nothing but their bytes. In one loop: there may be hundreds."""
+    """Places of plain host tensors, which can be copied as bytes. One loop, as there may be hundreds."""
     strided = torch.strided
     return [
         place
@@ -180,7 +183,7 @@ def packable(leaves: Sequence[Any]) -> list[int]:
 
 
 class BatchLayouts:
-    """The layouts of batches that come one after the other: most are of the kind of the one before."""
+    """The layouts of consecutive batches, most of which are of the same kind as the previous one."""
 
     def __init__(self, together: bool = False) -> None:
         self._together = together
@@ -189,23 +192,24 @@ class BatchLayouts:
         self._alike: Callable[..., bool] | None = None
 
     def of(self, leaves: Sequence[Any]) -> tuple[list[int], list[int], Layout]:
-        """Places of the leaves that travel as bytes, those of the others, and the layout of the former."""
-        before = self._layout
-        if before and self._alike and len(leaves) == self._count and self._alike(*[leaves[at] for at in self._places]):
-            return self._places, self._others, before
+        """Places of the leaves that are copied as bytes, places of the others, and the layout of the former."""
+        previous, has_same_size = self._layout, len(leaves) == self._count
+        if previous and self._alike and has_same_size and self._alike(*[leaves[place] for place in self._places]):
+            return self._places, self._others, previous
         places = packable(leaves)
         tensors = [leaves[place] for place in places]
         layout = layout_of(tensors, self._together)
-        # whether large ones are pinned has to be asked of each, so batches with such are always looked at
-        again = layout is before and places == self._places and not layout.pageable and layout.together == len(tensors)
-        self._alike = same_kinds(tensors) if again else None
+        # each large tensor may be pinned or not, so batches with large tensors are laid out each time
+        has_large = layout.pageable or layout.together < len(tensors)
+        is_repeated = layout is previous and places == self._places and not has_large
+        self._alike = same_kinds(tensors) if is_repeated else None
         self._count, self._places, self._layout = len(leaves), places, layout
         self._others = sorted(set(range(len(leaves))).difference(places))
         return places, self._others, layout
 
 
 def layout_of(tensors: Sequence[Tensor], together: bool = False) -> Layout:
-    """The same object for batches of the same kind. `together`: none travels alone, however large and pinned."""
+    """The layout, one object for batches of the same kind. `together`: no tensor is copied alone."""
     kinds = tuple(
         [(tensor.dtype, tensor.shape, None if tensor.is_contiguous() else tensor.stride()) for tensor in tensors]
     )
@@ -217,24 +221,24 @@ def layout_of(tensors: Sequence[Tensor], together: bool = False) -> Layout:
 
 
 def pieces(memory: Tensor, layout: Layout) -> list[Tensor]:
-    """The tensors that stand there, in the order in which they stand. The memory may end where the packed ones end.
+    """The tensors in a piece of memory, in the order of their places. The memory may end after the packed ones.
 
-    None is a view of another in autograd's eyes: writing into one must not look like a change of its neighbours.
+    For autograd they are not views of each other: writing into one must not count as a change of its neighbours.
     """
-    found: list[Tensor] = []
-    for dtype, row, begin, end, sizes, step, views in layout.stretches:
+    tensors: list[Tensor] = []
+    for dtype, row, begin, end, sizes, step, views in layout.sections:
         if end <= memory.numel():
             rows = memory[begin:end].view(dtype).view(-1, *row)
             cut = torch.unsafe_split_with_sizes(rows, sizes)[::step]
             if views:
                 cut = [part if view is None else part.as_strided(*view) for part, view in zip(cut, views, strict=True)]
-            found += cut
-    return found
+            tensors += cut
+    return tensors
 
 
 @lru_cache(maxsize=64)
 def _layouts_of(kinds: tuple[_TensorKind, ...]) -> tuple[list[int], dict[tuple[int, ...], Layout]]:
-    """Which tensors are large enough to travel alone, and the layouts there were, by those that did."""
+    """Numbers of tensors large enough to be copied alone, and known layouts, by the tensors that were copied alone."""
     large = [
         index
         for index, kind in enumerate(kinds)
@@ -248,7 +252,7 @@ def _bytes_of(kind: _TensorKind) -> int:
 
 
 def _stride_on_device(kind: _TensorKind) -> tuple[int, ...] | None:
-    """As `Tensor.to` would lay it out: channels last stay so, gaps are closed. None if that is contiguous."""
+    """The stride after `Tensor.to`, which keeps channels last and closes gaps. None if that is contiguous."""
     dtype, shape, stride = kind
     if stride is None:
         return None
@@ -261,7 +265,7 @@ def _new_layout(kinds: tuple[_TensorKind, ...], large: list[int], alone: tuple[i
 
     def neighbourhood(index: int) -> tuple[bool, str, tuple[int, ...]]:
         dtype, shape, stride = kinds[index]
-        row = shape[1:] if len(shape) > 1 and stride is None and rows[dtype, shape[1:]] > _STRETCH else ()
+        row = shape[1:] if len(shape) > 1 and stride is None and rows[dtype, shape[1:]] > _SECTION_MINIMUM else ()
         return (
             index in alone,
             str(dtype),
@@ -269,36 +273,33 @@ def _new_layout(kinds: tuple[_TensorKind, ...], large: list[int], alone: tuple[i
         )
 
     order = sorted(range(len(kinds)), key=neighbourhood)
-    stretches: list[PackedStretch] = []
+    sections: list[PackedSection] = []
     packed = size = 0
     for (travels_alone, _, row), group in groupby(order, neighbourhood):
-        stretches.append(_new_stretch([kinds[index] for index in group], row, size))
-        size = stretches[-1].end
+        sections.append(_new_section([kinds[index] for index in group], row, size))
+        size = sections[-1].end
         packed = packed if travels_alone else size
     pageable = sum(_bytes_of(kinds[index]) for index in large if index not in alone)
-    return Layout(stretches, order, len(kinds) - len(alone), packed, pageable, size)
+    return Layout(sections, order, len(kinds) - len(alone), packed, pageable, size)
 
 
-def _new_stretch(kinds: list[_TensorKind], row: tuple[int, ...], begin: int) -> PackedStretch:
+def _new_section(kinds: list[_TensorKind], row: tuple[int, ...], begin: int) -> PackedSection:
     dtype, sizes, end = kinds[0][0], [], begin
     row_bytes = math.prod(row) * dtype.itemsize
     views: list[_View] = []
     for kind in kinds:
-        shape, aligned = kind[1], -(-_bytes_of(kind) // ALIGNMENT) * ALIGNMENT
+        shape, aligned_size = kind[1], -(-_bytes_of(kind) // ALIGNMENT) * ALIGNMENT
         count = _bytes_of(kind) // row_bytes
-        sizes += [count, aligned // row_bytes - count]
-        end += aligned
+        sizes += [count, aligned_size // row_bytes - count]
+        end += aligned_size
         stride = _stride_on_device(kind) or tuple(torch.empty(shape, device="meta").stride())
         views.append(None if row or len(shape) == 1 else (shape, stride))
     step = 2 if any(sizes[1::2]) else 1
-    return PackedStretch(dtype, row, begin, end, sizes[:: 3 - step], step, views if any(views) else [])
+    return PackedSection(dtype, row, begin, end, sizes[:: 3 - step], step, views if any(views) else [])
 
 
 def with_packing_workers(loader: Any) -> Any:
-    """The loader, or one just like it whose workers join tensors.
-
-    The user's own stays as it is: what it gives to others is what its `collate_fn` makes.
-    """
+    """The loader, or a copy of it whose workers join tensors; the user's own loader stays as it is."""
     if type(loader) is not DataLoader or not loader.num_workers or getattr(loader, HELD_ITERATOR) is not None:
         return loader
     packing = copy.copy(loader)
@@ -307,7 +308,7 @@ def with_packing_workers(loader: Any) -> Any:
 
 
 class PackingCollate:
-    """A `collate_fn` whose batches are packed, where they hold many tensors or large ones."""
+    """A `collate_fn` that joins the tensors of batches with many tensors or large ones."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate, self._buffers, self._layouts = collate, WorkerBuffers(), BatchLayouts(together=True)
@@ -316,7 +317,7 @@ class PackingCollate:
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
-        nodes, structure = taken_apart(batch)
+        nodes, structure = take_apart(batch)
         places, others, layout = self._layouts.of(nodes)
         if len(places) < _WORTH_JOINING and layout.packed < DIRECT_COPY_BYTES:
             return batch
@@ -327,7 +328,7 @@ class PackingCollate:
                 numbered = put_together(list(range(len(nodes))), structure)
                 self._form = pickle.dumps((numbered, (*places, *others), layout))
                 self._kind = kind
-        except Exception:  # a kind of tree that takes nothing but tensors
+        except Exception:  # a kind of tree that accepts only tensors
             return batch
         joined = self._buffers.take(layout.packed)
         foreach_copy(pieces(joined, layout), [nodes[place] for place in places])
@@ -335,13 +336,13 @@ class PackingCollate:
 
 
 class WorkerBuffers:
-    """Those that this worker made."""
+    """The buffers that this worker made."""
 
     def __init__(self) -> None:
         self.made: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        """Memory for so many bytes, which nobody reads until it is sent."""
+        """Memory of `size` bytes that is not in use."""
         free = [place for place, buffer in enumerate(self.made) if not buffer[0]]
         fitting = next((place for place in free if len(self.made[place]) >= ALIGNMENT + size), None)
         if fitting is not None:
@@ -359,7 +360,7 @@ class WorkerBuffers:
 
 
 class JoinedBatch:
-    """A batch on its way from a worker: its tensors in one, and whatever else it holds."""
+    """A batch sent by a worker: its tensors joined in one, and its other leaves."""
 
     joined: Tensor
 
@@ -367,28 +368,28 @@ class JoinedBatch:
         self.form, self.joined, self.others = form, joined, others
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """As the worker sends it: by the name of its buffer, where the training process knows that."""
+        """The worker sends only the buffer's name if the training process holds the buffer."""
         sent = None if self.joined.untyped_storage()[_HELD] else self.joined
         return self.form, _name_of(self.joined), self.joined.nbytes, sent, self.others
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """It has come. The worker may fill its buffer again once the tensor in it is let go, however that happens."""
+        """The batch is received. The worker may fill its buffer again once the tensor in it is freed."""
         self.form, name, size, joined, self.others = state
         if joined is None:
-            if name not in _BY_NAME:  # let go, as after the pass that the batch was for
+            if name not in _BY_NAME:  # given up, as after the end of the pass
                 return
             joined = torch.empty(0, dtype=torch.uint8, device="cpu").set_(_BY_NAME[name], ALIGNMENT, (size,))
         self.joined = joined
         weakref.finalize(joined, joined.untyped_storage().__setitem__, 0, 0).atexit = False
 
     def pin_memory(self) -> JoinedBatch:
-        """As a loader does with what it knows; the buffer is pinned already, or once it is copied from."""
+        """Called by a loader. The buffer is pinned already, or will be before it is copied."""
         self.others = pin_memory(self.others)
         return self
 
 
 class JoinedTree(BatchTree):
-    """Its leaves, and the batch as it was before it was joined, of the same bytes elsewhere."""
+    """The tree of a joined batch; `close` makes the batch as it was before it was joined."""
 
     def __init__(self, batch: JoinedBatch) -> None:
         super().__init__([batch.joined, *batch.others])
@@ -405,16 +406,13 @@ class JoinedTree(BatchTree):
 
 @lru_cache(maxsize=64)
 def _form_of(form: bytes) -> tuple[Any, tuple[int, ...], Layout]:
-    """Its structure, where in it the leaves stand, and their layout.
-
-    Batches of the same kind say it by the same bytes.
-    """
+    """The structure, the places of the leaves in it, and their layout; the same bytes for batches of the same kind."""
     numbered, places, layout = pickle.loads(form)
-    return taken_apart(numbered, int)[1], places, layout
+    return take_apart(numbered, int)[1], places, layout
 
 
 class ReceivedBuffers:
-    """Those that batches came in. Held, so that one that comes again is the same memory, which is pinned."""
+    """Buffers of received batches, held so that a buffer used again is the same pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -422,7 +420,7 @@ class ReceivedBuffers:
         self._registered: list[int] = []
 
     def hold(self, joined: Tensor) -> None:
-        """The buffer that it stands in, and pin it if it is large, unless that is done."""
+        """Hold the buffer of a tensor, and pin it if it is large."""
         storage = joined.untyped_storage()
         if not storage[_HELD]:
             name = _name_of(joined)
@@ -434,12 +432,12 @@ class ReceivedBuffers:
                 if int(cudart.cudaHostRegister(place, storage.nbytes(), _FOR_ALL_DEVICES)) == 0:
                     self._registered.append(place)
                 else:
-                    with suppress(RuntimeError):  # the next kernel would be blamed for it
+                    with suppress(RuntimeError):  # clear the error, or the next kernel would raise it
                         torch.zeros(1, device=self._device)
             storage[_HELD] = 1
 
     def close(self, copy_stream: Any) -> None:
-        """Let them go once nothing is copied from them any more."""
+        """Give the buffers up once no copy reads them."""
         if self._registered:
             copy_stream.synchronize()
         for place in self._registered:
@@ -451,5 +449,5 @@ class ReceivedBuffers:
 
 
 def _name_of(joined: Tensor) -> bytes:
-    """Of its buffer."""
+    """The name of a tensor's buffer."""
     return bytes(torch.empty(0, dtype=torch.uint8, device="cpu").set_(joined.untyped_storage())[_NAME].tolist())

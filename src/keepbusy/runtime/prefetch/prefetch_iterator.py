@@ -1,11 +1,11 @@
 """`prefetch`: batches on the device before the loop asks for them, copied beside its compute.
 
-On the way to the device a batch is packed into pinned memory, copied as one, and cut into its tensors there. Why none
-is overwritten while somebody may read it is argued in docs/explanation/prefetch.md. In short: its memory belongs to the
-*loop's* stream, so whoever gets that memory next comes after the batch's readers in that stream's order; and before the
-copy stream writes, it waits for all that the loop's stream held when the memory was taken.
+A batch is packed into pinned memory, copied to the device as one, and split into its tensors there.
+docs/explanation/prefetch.md shows why no batch is overwritten while it may be read. In short: its memory belongs to the
+*loop's* stream, so the next owner of that memory comes after the batch's readers in that stream's order; and before the
+copy stream writes, it waits for all work that was in the loop's stream when the memory was allocated.
 
-How much of the copies ran beside the loop's own work is known from events that the device has passed: nothing waits.
+How much of the copies ran beside the loop's own work is read from events that the device has passed, without waiting.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from keepbusy.runtime.prefetch.batch_layout import (
 from keepbusy.torch_names.pytorch import foreach_copy, parse_to, tree_leaves
 
 PACKING_TASKS = 16
-"""Into so many parts a batch is packed at once, if it has enough bytes for them."""
+"""Parallel tasks that pack a large batch."""
 _TASK_BYTES = 512 << 10
-"""So many at least for each: on an H200 a step with 2.7 MB took 0.64 ms by four tasks, and 0.78 by ten. What is less is
-packed before a thread is awake."""
+"""Bytes that each task gets at least: on an H200 a step with 2.7 MB took 0.64 ms by four tasks, and 0.78 by ten. Fewer
+bytes are packed before a thread is awake."""
 _SERIAL_ELEMENTS = 1 << 15
-"""So many at once a thread copies by itself. For more PyTorch would start a team of threads beside each of these."""
+"""Elements that a thread copies at once. For more PyTorch would start more threads beside each task."""
 _WIDE = torch.int64
 _REPORTED_SHARE = 0.01
-"""Of the time of a step: what is less is noise."""
+"""Share of the time of a step below which a wait is noise."""
 _SATURATED_SHARE = 0.95
-"""Copies that fill this much of the time leave none to hide the rest in."""
+"""Copies that take a larger share of the time cannot be hidden."""
 _PACKED_MEGABYTES = 1.0
-"""Megabytes of a batch below which packing takes the host no longer than a few calls."""
+"""Megabytes of a batch below which packing takes the host only a few calls' time."""
 
 Transform = Callable[[Any], Any]
 Position = dict[str, Any]
-"""What resumes there: how many batches were delivered, and the loader's own state if it keeps one."""
+"""A position to resume at: how many batches were delivered, and the loader's own state if it has one."""
 
 
 def prefetch(loader: Any, depth: int = 2, device: Any = None, then: Transform | None = None) -> Prefetch:
@@ -63,7 +63,7 @@ def prefetch(loader: Any, depth: int = 2, device: Any = None, then: Transform | 
             loss = step(batch)
 
     `loader` is any iterable. Its batches may be tensors, dicts, tuples, named tuples and dataclasses of them,
-    trees that PyTorch knows, and objects with a `to`; what else stands in them is left as it is.
+    pytrees of PyTorch, and objects with a `to`; anything else in them is left as it is.
     `depth` batches are kept ahead, so `depth + 2` are on the device at once. `then` runs on the device,
     on the stream of the copies, and returns the batch that the loop gets. The current stream may read a batch
     as any tensor of its own. Without CUDA this is a plain iterator over the loader, with `then`.
@@ -76,21 +76,21 @@ def prefetch(loader: Any, depth: int = 2, device: Any = None, then: Transform | 
             "whether it is the last: fetched ahead, it would say so too early. Have Accelerate copy without waiting: "
             "DataLoader(..., pin_memory=True) and DataLoaderConfiguration(non_blocking=True)."
         )
-    chosen = None if device is None else torch.device(device)
-    if torch.cuda.is_available() and chosen is not None and chosen.type != "cuda":
+    target = None if device is None else torch.device(device)
+    if torch.cuda.is_available() and target is not None and target.type != "cuda":
         raise ValueError(f"prefetch got device={str(device)!r} but copies to CUDA devices: give device='cuda' or none.")
-    return Prefetch(loader, depth, chosen, then)
+    return Prefetch(loader, depth, target, then)
 
 
 class Prefetch:
-    """A loader whose batches are fetched ahead. What it does not have itself it has from the loader."""
+    """A loader whose batches are fetched ahead. Other attributes are those of the loader."""
 
     def __init__(self, loader: Any, depth: int, device: torch.device | None, then: Transform | None) -> None:
         self._loader, self._depth, self._device, self._then = loader, depth, device, then
         self._overlap = Overlap(depth)
         self._copy_streams: dict[torch.device, Any] = {}
         self._cursor = LoaderCursor(loader)
-        self._packing: Any = None  # what is iterated in its place on a device
+        self._packing: Any = None  # the loader iterated for a device
         self._resume: Position | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -104,7 +104,7 @@ class Prefetch:
         device = self._device
         if device is None or device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        # one stream for all passes: memory that `then` takes from one stream is of no use to another
+        # one stream for all passes: memory that `then` allocates on one stream cannot be reused on another
         if device not in self._copy_streams:
             self._copy_streams[device] = torch.cuda.Stream(device)
         transfer = BatchTransfer(device, self._copy_streams[device], self._depth, self._then)
@@ -114,45 +114,45 @@ class Prefetch:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":  # asked for while this is not made yet, as by `copy`
+        if name.startswith("__") or name == "_loader":  # read before `__init__` has run, as by `copy`
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def state_dict(self) -> Position:
-        """What resumes at the first batch that the loop has not had, whatever was fetched ahead."""
+        """The state from which to resume at the first batch that the loop has not had."""
         return self._cursor.position() if self._resume is None else self._resume
 
     def load_state_dict(self, state: Position) -> None:
-        """The next pass begins there: by the loader's own state if it keeps one, else what came before is skipped."""
+        """Begin the next pass there: by the loader's own state if it has one, else by skipping earlier batches."""
         if "loader" in state:
             self._loader.load_state_dict(state["loader"])
         self._resume = state
 
     def report(self) -> PrefetchReport:
-        """How much of the copies was hidden so far, and why the rest was not."""
+        """How much of the copies was hidden so far, and why not all."""
         return self._overlap.report()
 
 
 class LoaderItem(NamedTuple):
-    """What the loader gave, or what was made of it since, or the error in its place."""
+    """A batch of the loader, or what was made of it since, or an error in its place."""
 
     batch: Any
-    errors: list[Exception]  # at most one; taken out to be raised, so that no frame of its traceback holds it
-    position: Position  # that begins with this batch
+    errors: list[Exception]  # at most one; removed before it is raised, so that its traceback does not hold it
+    position: Position  # from which to resume with this batch
     duration: int  # nanoseconds that the loader took
 
-    def become(self, made: Callable[[Any], Any]) -> LoaderItem:
-        """The same with what is made of the batch."""
+    def become(self, change: Callable[[Any], Any]) -> LoaderItem:
+        """The item with the batch changed, or with the error that this raised."""
         if self.errors:
             return self
         try:
-            return self._replace(batch=made(self.batch))
+            return self._replace(batch=change(self.batch))
         except Exception as error:
             return self._replace(batch=None, errors=[error])
 
 
 class LoaderCursor:
-    """One pass over a loader. It runs ahead of the loop, so it is told what the loop has not had yet."""
+    """One pass over a loader, ahead of the loop. `loop_position` is where the loop is."""
 
     def __init__(self, loader: Any, resume: Position | None = None) -> None:
         self._loader, self.loop_position = loader, resume
@@ -163,7 +163,7 @@ class LoaderCursor:
         self._ended = False
 
     def position(self) -> Position:
-        """What resumes at the batch that the loop gets next."""
+        """The position of the batch that the loop gets next."""
         return self.loop_position or self._end or self._loader_position()
 
     def advance(self) -> LoaderItem | None:
@@ -179,18 +179,18 @@ class LoaderCursor:
         position = self._loader_position()
         batch, errors = self._next()
         if self._ended:
-            self._end = position  # a loader that was asked once more than the loop may think of its next pass by now
+            self._end = position  # the loader, asked once more than the loop, may already be at its next pass
             return None
         self._delivered += 1
         return LoaderItem(batch, errors, position, perf_counter_ns() - began)
 
     def rewind(self) -> None:
-        """The loop had everything: the next pass begins at the beginning."""
+        """The loop has had all batches: begin the next pass at the first batch."""
         self.close()
         self._delivered, self.loop_position, self._end = 0, None, None
 
     def close(self) -> None:
-        """Let go of the loader's iterator: with it go its workers, and a generator runs its `finally`."""
+        """Drop the loader's iterator, which ends its workers, or runs a generator's `finally`."""
         self._batches, self._ended = None, True
 
     def _loader_position(self) -> Position:
@@ -210,7 +210,7 @@ class LoaderCursor:
 
 
 class PlainIterator:
-    """Where there is no device."""
+    """The iterator without a device."""
 
     def __init__(self, cursor: LoaderCursor, then: Transform | None) -> None:
         self._cursor, self._then = cursor, then
@@ -235,7 +235,7 @@ class PlainIterator:
 
 
 class PrefetchIterator:
-    """On a device: `depth` batches that the loop has not had yet are there or on their way, and one is being packed."""
+    """The iterator with a device: `depth` batches are ahead of the loop, and another one is being packed."""
 
     def __init__(self, cursor: LoaderCursor, transfer: BatchTransfer, depth: int, overlap: Overlap) -> None:
         self._cursor, self._transfer, self._depth, self._overlap = cursor, transfer, depth, overlap
@@ -249,9 +249,9 @@ class PrefetchIterator:
 
     def __next__(self) -> Any:
         stream, began = torch.cuda.current_stream(self._transfer.device), perf_counter_ns()
-        entered = _timed_event(stream)
+        requested = _timed_event(stream)
         self._loading = 0
-        for _ in range(2):  # twice at most: the lead grows while the loop works
+        for _ in range(2):  # at most two batches a call, so the lead grows gradually
             if len(self._waiting) > self._depth:
                 break
             packing, self._packing = self._packing or self._pack_next(), None
@@ -272,11 +272,11 @@ class PrefetchIterator:
         if errors:
             raise errors.pop()
         packing_time = perf_counter_ns() - began - self._loading
-        self._overlap.add(Handover(entered, batch.admit(stream), self._loading, packing_time, batch.events))
+        self._overlap.add(Handover(requested, batch.admit(stream), self._loading, packing_time, batch.events))
         return batch.batch
 
     def close(self) -> None:
-        """Let the loader go, and the pinned memory. Batches on their way arrive before their memory is used again."""
+        """Drop the loader and the pinned memory. Batches being copied arrive before their memory is reused."""
         self._transfer.wait()
         self._cursor.close()
         self._transfer.close()
@@ -291,7 +291,7 @@ class PrefetchIterator:
             self.close()
 
     def _pack_next(self) -> LoaderItem | None:
-        """All that the loader gave before is packed or on its way: it may use its own memory again."""
+        """Fetch and pack the next batch. Earlier ones are packed already, so the loader may reuse its memory."""
         item = self._cursor.advance()
         if item is None:
             return None
@@ -301,12 +301,11 @@ class PrefetchIterator:
 
 @cache
 def _script() -> Any:
-    """Packing in PyTorch's own threads, which never want Python's lock; None in a PyTorch that compiles no such thing.
+    """Packing in PyTorch's own threads, which do not need Python's lock; None if PyTorch cannot compile it.
 
-    A thread of Python's that is woken waits for it, and a loop that launches kernels lets go of that for too short a
-    time to take it. A list is not sliced here: PyTorch's compiler believes that nobody sees what is written to the
-    tensors of a slice, and leaves the writing out. Nor is a function of `torch` called: a program that is being fixed
-    has others in their place.
+    A Python thread would wait for the lock, which a loop that launches kernels releases for too short a time. Lists are
+    not sliced here: PyTorch's compiler assumes that nobody sees writes to the tensors of a slice, and removes them. No
+    function of `torch` is called either: a program that is being fixed has others in their place.
     """
     try:
         return torch.jit.CompilationUnit(f"""
@@ -327,8 +326,8 @@ def pack(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor,
     for task in range(tasks):
         copies.append(torch.jit.fork(copy, targets, sources, large, task, tasks))
     done = 0
-    for one in copies:
-        done += torch.jit.wait(one)
+    for task_copy in copies:
+        done += torch.jit.wait(task_copy)
     return done
 
 def begin(targets: List[Tensor], sources: List[Tensor], large: List[Tuple[Tensor, Tensor]], tasks: int) -> Future[int]:
@@ -345,25 +344,25 @@ class PinnedBuffer:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._layout: Layout | None = None
         self._pieces: list[Tensor] = []
-        self._large: list[int] = []  # of which of them each task writes a part
-        self._small: list[int] = []  # and which one task writes, and these
+        self._large: list[int] = []  # places of pieces of which each task writes a part
+        self._small: list[int] = []  # places of pieces that one task writes
         self._targets: list[Tensor] = []
         self._tasks = 0
-        self._packing: Any = None  # tells when they are done
+        self._packing: Any = None  # a future of the tasks
         self.read: torch.cuda.Event | None = None
-        """The device is done with it, and with what it copies from beside it."""
+        """Recorded when the device has read the memory and `sources`."""
         self.sources: list[Tensor] = []
-        """These stay until then: pinned memory that is let go may be given out again."""
+        """Pinned tensors copied directly, kept until then, since freed pinned memory may be reused."""
 
     def release(self) -> None:
-        """Wait until the device has read it, by the event of the copies out of it alone."""
+        """Wait until the device has read the memory, and for nothing else."""
         self.wait()
         if self.read is not None:
             self.read.synchronize()
         self.read, self.sources = None, []
 
     def pack(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
-        """Write what travels together, or let threads begin to."""
+        """Write the tensors that are copied together, or start the tasks that do."""
         sources = [tensors[index] for index in layout.order[: layout.together]]
         if layout is not self._layout:
             self._lay_out(layout, sources)
@@ -375,7 +374,7 @@ class PinnedBuffer:
             foreach_copy(self._pieces, sources)
 
     def wait(self) -> None:
-        """Until all is written."""
+        """Wait until all is written."""
         packing, self._packing = self._packing, None
         if packing is not None:
             packing.wait()
@@ -393,7 +392,7 @@ class PinnedBuffer:
 
 
 def _elements(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, without gaps and of the same strides, as rows of elements: of eight bytes each where they can be."""
+    """Two dense tensors of the same strides as flat ones, with elements of eight bytes if possible."""
     target, source = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (target, source))
     size, begin = source.nbytes, source.storage_offset() * source.itemsize
     if source.is_complex() or source.is_neg() or size % _WIDE.itemsize or begin % _WIDE.itemsize:
@@ -402,10 +401,10 @@ def _elements(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PackedBatch(NamedTuple):
-    """A batch taken apart, while its bytes are packed."""
+    """The parts of a batch whose bytes are being packed."""
 
     tree: BatchTree
-    as_bytes: list[int]  # places of the leaves that travel as bytes
+    as_bytes: list[int]  # places of the leaves that are copied as bytes
     others: list[int]
     layout: Layout
     buffer: PinnedBuffer
@@ -413,39 +412,38 @@ class PackedBatch(NamedTuple):
 
 @dataclass
 class DeviceBatch:
-    """A batch whose copies are issued. Before it is dropped, a stream must `admit` it."""
+    """A batch whose copies are issued. A stream must `admit` it before it is dropped."""
 
     batch: Any
     memory: list[Tensor]
-    loop_stream: Any  # the stream that was the loop's when the copies were issued
+    loop_stream: Any  # the loop's stream when the copies were issued
     events: CopyEvents
 
     def admit(self, stream: Any) -> Any:
-        """What the stream does from here on may read the batch. Returns the event before it."""
-        asked = _timed_event(stream)
+        """Let later work of the stream read the batch. Returns an event recorded before that."""
+        delivered = _timed_event(stream)
         self.loop_stream.wait_event(self.events.ready)
         if stream != self.loop_stream:
             stream.wait_event(self.events.ready)
         for tensor in self.memory:
-            tensor.record_stream(stream)  # the allocator ignores it for memory that is the stream's own
-        return asked
+            tensor.record_stream(stream)  # the allocator ignores it for the stream's own memory
+        return delivered
 
 
 class BatchTransfer:
-    """The way to a device: pinned memory for the batches that are on it, and a stream.
+    """Copies batches to a device, by pinned memory and a stream.
 
-    The threads that fill that memory copy from host memory to host memory and do nothing else. The rest happens in the
-    loop's thread, so a program does the same things in the same order every time.
+    Other threads only fill the pinned memory. All else happens in the loop's thread, so its order is always the same.
     """
 
     def __init__(self, device: torch.device, copy_stream: Any, depth: int, then: Transform | None) -> None:
         self.device, self._copy_stream, self._then = device, copy_stream, then
-        # one for each batch ahead, one for the loop's, and one for that which is being packed
+        # for each batch ahead, for the loop's batch and for the batch being packed
         self._buffers = deque(PinnedBuffer() for _ in range(depth + 2))
         self._received, self._layouts = ReceivedBuffers(device), BatchLayouts()
 
     def pack(self, batch: Any) -> PackedBatch:
-        """Take it apart and begin to pack it. The host waits for pinned memory if it is too far ahead of the device."""
+        """Begin to pack a batch. The host waits for pinned memory if it is too far ahead of the device."""
         self._buffers.rotate()
         buffer = self._buffers[0]
         buffer.release()
@@ -457,13 +455,13 @@ class BatchTransfer:
         return PackedBatch(tree, as_bytes, others, layout, buffer)
 
     def read(self, packed: PackedBatch) -> PackedBatch | DeviceBatch:
-        """Wait until the loader may have its memory again: all is packed or, where something moves by itself, sent."""
+        """Wait until the loader may reuse its memory: all is packed, or sent if something moves itself."""
         packed.buffer.wait()
         leaves = [packed.tree.leaves[place] for place in packed.others]
         return self.send(packed) if any(isinstance(leaf, Tensor) or moves_itself(leaf) for leaf in leaves) else packed
 
     def send(self, packed: PackedBatch | DeviceBatch) -> DeviceBatch:
-        """Issue its copies, unless that is done."""
+        """Issue the batch's copies, unless that is done."""
         if isinstance(packed, DeviceBatch):
             return packed
         loop_stream = torch.cuda.current_stream(self.device)
@@ -475,12 +473,12 @@ class BatchTransfer:
             raise
 
     def wait(self) -> None:
-        """Until no thread reads memory of the loader."""
+        """Wait until no task reads memory of the loader."""
         for buffer in self._buffers:
             buffer.wait()
 
     def close(self) -> None:
-        """PyTorch keeps pinned memory until the copies out of it are done."""
+        """Drop the buffers; PyTorch keeps pinned memory until copies from it are done."""
         self._buffers.clear()
         self._received.close(self._copy_stream)
 
@@ -491,10 +489,10 @@ class BatchTransfer:
         for index, target in zip(layout.order, targets, strict=True):
             leaves[as_bytes[index]] = target
         for place in others:
-            if isinstance(leaves[place], Tensor):  # of an unusual kind: it moves at once, on the loop's stream
+            if isinstance(leaves[place], Tensor):  # of an unusual kind: moved now, on the loop's stream
                 leaves[place] = leaves[place].to(self.device, non_blocking=True)
         self._copy_stream.wait_stream(loop_stream)
-        made: list[Tensor] = []
+        unpacked: list[Tensor] = []
         with torch.cuda.stream(self._copy_stream):
             begun = _timed_event(self._copy_stream)
             if layout.packed:
@@ -504,17 +502,17 @@ class BatchTransfer:
             copied = _timed_event(self._copy_stream)
             buffer.read, buffer.sources = copied, alone
             if others or self._then is not None:
-                batch, made = self._finish(tree, leaves, others, memory, loop_stream)
+                batch, unpacked = self._finish(tree, leaves, others, memory, loop_stream)
                 ready = _timed_event(self._copy_stream)
             else:
                 batch, ready = tree.close(iter(leaves), self._bring), copied
         events = CopyEvents(begun, copied, ready, layout.size, layout.packed, layout.pageable)
-        return DeviceBatch(batch, [memory, *made], loop_stream, events)
+        return DeviceBatch(batch, [memory, *unpacked], loop_stream, events)
 
     def _finish(
         self, tree: BatchTree, leaves: list[Any], others: list[int], memory: Tensor, loop_stream: Any
     ) -> tuple[Any, list[Tensor]]:
-        """What cannot be packed moves itself, and `then` is called: the batch, and the tensors that this made."""
+        """Move what cannot be packed, and call `then`. Returns the batch, and the tensors that this made."""
         moves = NonpackableMoves(self.device, self._copy_stream, loop_stream)
         for place in others:
             if moves_itself(leaves[place]):
@@ -530,10 +528,10 @@ class BatchTransfer:
 
 
 class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is not typed here
-    """What cannot be packed: objects that move themselves, by their own `to`, and tensors of unusual kinds.
+    """Moves what cannot be packed: objects with their own `to`, and tensors of unusual kinds.
 
-    While objects do so on the copy stream, their tensors travel by pinned memory. What is made meanwhile lies in memory
-    of the copy stream. `made` is what the loop's stream must be recorded on.
+    Objects move on the copy stream, with their tensors copied to pinned memory first. Tensors made meanwhile are in
+    memory of the copy stream; they are in `made`, and the loop's stream must be recorded on them.
     """
 
     def __init__(self, device: torch.device, copy_stream: Any, loop_stream: Any) -> None:
@@ -545,34 +543,34 @@ class NonpackableMoves(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is n
         with self:
             return value.to(self._device)
 
-    def add_tensors_of(self, batch: Any, known: Tensor) -> None:
-        """To `made`, all in the batch that does not lie in this memory."""
-        storage = known.untyped_storage()._cdata
+    def add_tensors_of(self, batch: Any, memory: Tensor) -> None:
+        """Add to `made` all tensors of the batch that are not in this memory."""
+        storage = memory.untyped_storage()._cdata
         for leaf in BatchTree(batch).leaves:
             if isinstance(leaf, Tensor):
                 lies_there = leaf.layout is torch.strided and leaf.untyped_storage()._cdata == storage
                 self.made += [leaf] if leaf.is_cuda and not lies_there else []
             elif moves_itself(leaf):
-                self.move(leaf)  # it is there already: it only shows its tensors
+                self.move(leaf)  # it is on the device already; this finds its tensors
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is not Tensor.to or args[0].is_cuda:
-            made = function(*args, **kwargs)
+            result = function(*args, **kwargs)
         elif packable(args[:1]):
             device, dtype, _, layout = parse_to(*args[1:], **kwargs)
             layout = torch.preserve_format if layout is None else layout
-            made = args[0].pin_memory().to(device, dtype, non_blocking=True, memory_format=layout)
+            result = args[0].pin_memory().to(device, dtype, non_blocking=True, memory_format=layout)
         else:
             with torch.cuda.stream(self._loop_stream):  # unusual kinds cannot be recorded on another stream than theirs
-                made = function(*args, **kwargs)
+                result = function(*args, **kwargs)
             self._copy_stream.wait_stream(self._loop_stream)
-        self.made += [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and leaf.is_cuda]
-        return made
+        self.made += [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_cuda]
+        return result
 
 
 def _timed_event(stream: Any) -> Any:
-    """An event of the stream that knows its time, and lets a host that waits for it sleep."""
+    """An event of the stream with its time; a host that waits for it sleeps."""
     return stream.record_event(torch.cuda.Event(enable_timing=True, blocking=True))
 
 
@@ -581,25 +579,25 @@ class CopyEvents(NamedTuple):
 
     begun: Any
     copied: Any
-    ready: Any  # what follows the copies is done as well
+    ready: Any  # after the work that follows the copies
     size: int
     packed: int  # bytes that the host packed first
-    pageable: int  # of which these it would not have had to pack, had they been pinned
+    pageable: int  # packed bytes that need no packing if they are pinned
 
 
 class Handover(NamedTuple):
     """A batch given to the loop."""
 
-    entered: Any  # an event of the loop's stream: the loop asked for the batch
-    asked: Any  # and another: what the loop launches next comes after this
+    requested: Any  # event of the loop's stream when the loop asked for the batch
+    delivered: Any  # event of the loop's stream before the work on the batch
     loading: int  # nanoseconds that the host waited for the loader in between
-    packing: int  # and those that it took to pack and to issue copies
+    packing: int  # nanoseconds for packing and issuing copies in between
     copies: CopyEvents
 
 
 @dataclass(frozen=True)
 class PrefetchReport:
-    """What prefetching did so far. Times are nanoseconds of the device, sizes are bytes; `print` it."""
+    """The figures of prefetching so far, for `print`. Times are nanoseconds of the device, sizes are bytes."""
 
     depth: int
     batches: int = 0
@@ -622,18 +620,18 @@ class PrefetchReport:
             return "Nothing was measured yet: no second batch has come from a CUDA device."
         copied = f"{self.copies / self.batches / 1e6:.3g} ms for {self.size / self.batches / 1e6:.3g} MB"
         lines = [f"{self.hidden:.1%} of the copies were hidden ({self.batches} batches, {copied} each)."]
-        exposed = f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
+        copies_reason = f"because depth={self.depth} is too shallow for steps so uneven: try depth={2 * self.depth}."
         if self.copies > _SATURATED_SHARE * self.time:
-            exposed = "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
+            copies_reason = "which outlast the work beside them: send fewer bytes, such as uint8 made float by `then`."
         packed = self.packed / self.batches / 1e6
-        packing = f"packed {packed:.3g} MB: give the loader workers, which join small tensors (num_workers)."
+        packing_reason = f"packed {packed:.3g} MB: give the loader workers, which join small tensors (num_workers)."
         if packed < _PACKED_MEGABYTES:
-            packing = "has no lead over it: every call counts, also those that issue copies."
+            packing_reason = "has no lead over it: every call counts, also those that issue copies."
         elif 2 * self.pageable > self.packed:
-            packing = f"packed {packed:.3g} MB: let the loader pin its memory (pin_memory=True)."
+            packing_reason = f"packed {packed:.3g} MB: let the loader pin its memory (pin_memory=True)."
         reasons = (
-            (self.exposed, f"copies, {exposed}"),
-            (self.packing, f"the host, which {packing}"),
+            (self.exposed, f"copies, {copies_reason}"),
+            (self.packing, f"the host, which {packing_reason}"),
             (self.loader_late, "the loader, which is late: give it more workers."),
         )
         for time, reason in reasons:
@@ -643,41 +641,42 @@ class PrefetchReport:
 
 
 class Overlap:
-    """The sums of a report, brought up to what the device has passed."""
+    """The sums of a report, over batches whose events the device has passed."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._sums: Counter[str] = Counter()
         self._pending: deque[Handover] = deque()
-        self._previous_asked: Any = None  # when the loop got the batch before
+        self._previous_delivery: Any = None  # event of the previous batch
 
     def add(self, handover: Handover) -> None:
         self._pending.append(handover)
         self._settle()
 
     def begin(self) -> None:
-        """A pass over the loader begins: nothing could hide its first copy, and it is not counted."""
+        """A pass over the loader begins. Its first copy cannot be hidden, so it is not counted."""
         self._settle()
         self._pending.clear()
-        self._previous_asked = None
+        self._previous_delivery = None
 
     def report(self) -> PrefetchReport:
         self._settle()
         return PrefetchReport(self._depth, **self._sums)
 
     def _settle(self) -> None:
-        while self._pending and self._pending[0].asked.query() and self._pending[0].copies.ready.query():
-            handover, previous = self._pending.popleft(), self._previous_asked
-            self._previous_asked = handover.asked
+        while self._pending and self._pending[0].delivered.query() and self._pending[0].copies.ready.query():
+            handover, previous = self._pending.popleft(), self._previous_delivery
+            self._previous_delivery = handover.delivered
             if previous is None:
                 continue
-            idle, exposed = _between(handover.entered, handover.asked), _between(handover.asked, handover.copies.ready)
-            if exposed:  # copies of an earlier call came last: a quicker host would have waited for them, too
+            idle = _between(handover.requested, handover.delivered)
+            exposed = _between(handover.delivered, handover.copies.ready)
+            if exposed:  # copies of an earlier call ended last; a faster host would have waited for them, too
                 idle, exposed = 0, exposed + idle
-            packing = min(idle, handover.packing)  # the host packs last: the end of its call is what the GPU waited for
+            packing = min(idle, handover.packing)  # the host packs last in its call
             self._sums.update(
                 batches=1,
-                time=_between(previous, handover.asked),
+                time=_between(previous, handover.delivered),
                 size=handover.copies.size,
                 packed=handover.copies.packed,
                 pageable=handover.copies.pageable,
@@ -689,5 +688,5 @@ class Overlap:
 
 
 def _between(first: Any, second: Any) -> int:
-    """Nanoseconds from an event to a later one; 0 if it was the earlier one."""
+    """Nanoseconds from an event to a second one; 0 if that was earlier."""
     return max(0, round(first.elapsed_time(second) * 1e6))

@@ -1,4 +1,4 @@
-"""That a spread model trains as one process would: an example before the loop, and the loop's first step."""
+"""Checks that a spread model trains like one process: on an example before the loop, and at the first step."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from keepbusy.torch_names.distributed import COLLECTIVES, REDISTRIBUTION
 from keepbusy.torch_names.pytorch import CALLED_AS, TorchDispatchMode, tree_leaves, tree_map
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
-"""Of the norm of a gradient, by the coarsest dtype of the model; other dtypes may differ by 5e-2. Sums in another order
-differ by 1e-6, with TF32 by 1e-3, and a gradient that is not averaged, or that misses a part, by 0.1 and more."""
+"""Allowed differences of a gradient, as a share of its norm, by the coarsest dtype of the model; 5e-2 for other dtypes.
+Sums in another order differ by 1e-6, with TF32 by 1e-3, and gradients that are not averaged, or incomplete, by 0.1."""
 _KINDS = {kind.replace("-", ""): kind for kind in ("all-reduce", "all-gather", "reduce-scatter", "broadcast")}
-"""Collectives by what their operators' names hold, without underscores."""
+"""Collectives, by parts of their operators' names without underscores."""
 
 
 class NotEqual(RuntimeError):  # noqa: N818 -- what was found
-    """The spread model does not compute what one process does."""
+    """The spread model computes something else than one process."""
 
 
 class Example:
-    """A batch that the model is called with, and what one process makes of it: its loss and all gradients."""
+    """An example batch, with the loss and all gradients of one process."""
 
     def __init__(self, model: nn.Module, batch: Any, device: torch.device) -> None:
         def of_first_rank(value: Any) -> Any:
-            """Ranks that draw their own example would each compare with another."""
+            """All ranks must compare with the same example."""
             if isinstance(value, Tensor):
                 value = value.detach().to(device, copy=True).contiguous()
                 dist.broadcast(value, 0)
@@ -45,15 +45,15 @@ class Example:
 
         self._batch = tree_map(of_first_rank, batch)
         self.calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        """What each module was called with, which holds activations."""
+        """The arguments of each module's call, which hold activations."""
         with ExitStack() as hooks:
             for module in model.modules():
                 hooks.callback(module.register_forward_pre_hook(self._note, with_kwargs=True).remove)
             self.loss = _loss_of_run(model, model, self._batch)
-        whole = dict(_gradients(model))
-        self._norms = {name: float(gradient.float().norm()) for name, gradient in whole.items()}
-        self._gradients = {name: gradient.cpu() for name, gradient in whole.items()}
-        dtypes = {gradient.dtype for gradient in whole.values()}
+        gradients = dict(_gradients(model))
+        self._norms = {name: float(gradient.float().norm()) for name, gradient in gradients.items()}
+        self._gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
+        dtypes = {gradient.dtype for gradient in gradients.values()}
         self._allowed = max((TOLERANCES.get(dtype, 5e-2) for dtype in dtypes), default=0.0)
         self.unused = [
             name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None
@@ -61,17 +61,17 @@ class Example:
         model.zero_grad()
 
     def _note(self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # a cache grows by each run
-        kept = {name: option for name, option in options.items() if "Cache" not in type(option).__name__}
-        self.calls.setdefault(module, (arguments, kept))
+        # without caches, which grow at each run
+        without_caches = {name: option for name, option in options.items() if "Cache" not in type(option).__name__}
+        self.calls.setdefault(module, (arguments, without_caches))
 
     def prove(self, model: nn.Module, inner: nn.Module, layout: RankLayout, uncut: str) -> str:
-        """What was compared, as a sentence; raises `NotEqual`. `uncut`: what may be to blame if sequences are cut."""
+        """A sentence on the comparison; raises `NotEqual`. `uncut`: a possible reason if sequences are cut."""
         sizes = {leaf.shape[0] for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor) and leaf.dim()}
         divides = all(size % layout.data == 0 for size in sizes)
-        counted = Traffic()
+        traffic = Traffic()
         try:
-            with counted:
+            with traffic:
                 loss = _loss_of_run(model, inner, share_of(self._batch, layout) if divides else self._batch)
         except Exception as error:
             raise NotEqual(f"{layout}: {_where(error, inner)}{uncut}") from error
@@ -80,40 +80,41 @@ class Example:
         dist.all_reduce(loss, group=layout.data_group)
         loss /= layout.data
         far = float((loss - self.loss).abs() / self.loss.abs().clamp(min=1e-12))
-        if not (far <= (allowed := self._allowed) and worst <= allowed):
-            what = f"the gradient of {name} by {worst:.2g} of its norm" if worst > allowed else "no gradient"
+        allowed = self._allowed
+        if not (far <= allowed and worst <= allowed):
+            farthest = f"the gradient of {name} by {worst:.2g} of its norm" if worst > allowed else "no gradient"
             raise NotEqual(
-                f"{layout}: of the example the loss differs from one process by {far:.2g} and {what} (allowed "
+                f"{layout}: of the example the loss differs from one process by {far:.2g} and {farthest} (allowed "
                 f"{allowed:g}); between it and the loss something depends on the rows of a batch or is drawn at random"
                 f"{uncut}"
             )
-        moved = f"; it moves {counted}" if counted.number else ""
+        moved = f"; it moves {traffic}" if traffic.number else ""
         if not any(self._norms.values()):
             return f"nothing could be compared with one process: the example's gradients are all zero{moved}"
         return f"one step equals one process (gradients within {max(far, worst):.1g}, allowed {allowed:g}){moved}"
 
     def _farthest(self, model: nn.Module) -> tuple[float, str]:
-        """How far the gradient that differs most is from that of one process, of its norm, and whose it is."""
+        """The largest difference of a gradient from one process, as a share of its norm, and its parameter."""
         floor, worst, missing = 1e-2 * max(self._norms.values()), (0.0, ""), set(self._gradients)
         for name, gradient in _gradients(model):
             if name in missing:
                 missing.remove(name)
-                off = (gradient.float() - self._gradients[name].to(gradient.device).float()).norm()
-                share = float(off) / max(self._norms[name], floor, 1e-30)
+                difference = (gradient.float() - self._gradients[name].to(gradient.device).float()).norm()
+                share = float(difference) / max(self._norms[name], floor, 1e-30)
                 worst = max(worst, (share if share == share else float("inf"), name))
         return (float("inf"), next(name for name in self._gradients if name in missing)) if missing else worst
 
 
 def _where(error: BaseException, model: nn.Module) -> str:
-    """The model's innermost module that failed, and its line."""
+    """The innermost module that failed, its line, and the error."""
     names = {id(module): name or "the model" for name, module in model.named_modules()}
     frames = list(traceback.walk_tb(error.__traceback__))
-    inside = [
+    in_modules = [
         (frame, line)
         for frame, line in frames
-        if id(frame.f_locals.get("self")) in names and CALLED_AS not in frame.f_code.co_name  # around each module
+        if id(frame.f_locals.get("self")) in names and CALLED_AS not in frame.f_code.co_name  # its wrapper
     ]
-    frame, line = (inside or frames)[-1]
+    frame, line = (in_modules or frames)[-1]
     name, file = names.get(id(frame.f_locals.get("self")), "the model"), frame.f_code.co_filename
     remedy = "wrap or cut less of it"
     if "DTensor" in str(error):
@@ -125,8 +126,8 @@ def _where(error: BaseException, model: nn.Module) -> str:
 
 
 def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
-    """The example's loss, after its backward pass; buffers are as they were. It is the model's own, or a mean of
-    squares of what it returns, which weighs each row of a batch alike."""
+    """The example's loss, after its backward pass; buffers are restored. It is the model's own loss, or the mean square
+    of its output, in which each row of a batch has the same weight."""
     options = batch if isinstance(batch, dict) else {}
     arguments = batch if isinstance(batch, tuple) else (() if options is batch else (batch,))
     buffers = {name: buffer.clone() for name, buffer in inner.named_buffers()}
@@ -149,22 +150,22 @@ def _loss_of_run(model: nn.Module, inner: nn.Module, batch: Any) -> Tensor:
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole ones, one after the other: all of them together may be too large for the device."""
+    """Full gradients, one by one, since all together may be too large for the device."""
     orders = orders_of(model)
-    notes = logging.getLogger(REDISTRIBUTION)
-    level = notes.level
-    notes.setLevel(logging.ERROR)  # that whole gradients are slow to gather matters once
+    logger = logging.getLogger(REDISTRIBUTION)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # gathering full gradients is slow, but is done once
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            whole = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-            back = orders[id(weight)].argsort() if id(weight) in orders else None
-            yield name, reordered(whole.detach(), back)
-    notes.setLevel(level)
+            gradient = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+            order = orders[id(weight)].argsort() if id(weight) in orders else None
+            yield name, reordered(gradient.detach(), order)
+    logger.setLevel(level)
 
 
 class FirstStep:
-    """Before the optimizer steps for the first time: each gradient is there, and the same where it must be. What was
-    frozen when DDP wrapped it must stay so."""
+    """Checks before the optimizer's first step that no gradient is missing, that gradients are equal where they must
+    be, and that parameters frozen when DDP wrapped them still are."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, layout: RankLayout) -> None:
         self._model, self._layout = model, layout
@@ -196,20 +197,21 @@ class FirstStep:
             )
         layout = self._layout
         if layout.wraps:
-            alike, group = trained, layout.data_group
+            compared, group = trained, layout.data_group
             remedy = "call the model that spread returned, outside of no_sync()"
         elif layout.tensor > 1:
-            alike = [weight for weight in trained if weight.placements[-1].is_replicate()]
+            compared = [weight for weight in trained if weight.placements[-1].is_replicate()]
             group, remedy = layout.tensor_group, "give ranks that share layers the same batches"
         else:
             return
-        none = torch.zeros((), device=layout.device)
-        norms = torch.stack([none if weight.grad is None else own_part(weight.grad).float().norm() for weight in alike])
+        zero = torch.zeros((), device=layout.device)
+        grads = (weight.grad for weight in compared)
+        norms = torch.stack([zero if grad is None else own_part(grad).float().norm() for grad in grads])
         low, high = norms.clone(), norms.clone()
         dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
         largest = float(high.max())
-        for weight, least, most in zip(alike, low.tolist(), high.tolist(), strict=True):
+        for weight, least, most in zip(compared, low.tolist(), high.tolist(), strict=True):
             if most - least > 1e-3 * (most + largest):
                 raise NotEqual(
                     f"the gradient of {names[id(weight)]} has norm {least:.4g} on one rank and {most:.4g} on another: "
@@ -218,7 +220,7 @@ class FirstStep:
 
 
 class Traffic(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is not typed here
-    """Counts collectives, and the bytes of each one's whole tensor."""
+    """Counts collectives, and the bytes of their full tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Where a rank stands: its device, with whom it shares a batch, and with whom its weights; and its share of each batch.
+"""A rank's place in the layout: its device, its groups for data and weights, and its share of each batch.
 
-A loop goes on reading whole batches: gradients, and statistics of batch norms, are those of the whole.
+A loop still reads whole batches; gradients, and statistics of batch norms, are those of whole batches.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from keepbusy.torch_names.distributed import FLATTEN_MESH
 from keepbusy.torch_names.pytorch import BatchNorm, tree_map
 
 gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Its name since PyTorch 2.13."""
+"""The second name is that before PyTorch 2.13."""
 
 
 @dataclass
 class RankLayout:
-    """`data` parts of a batch times `tensor` parts of a layer; `shard` says what is cut among the former."""
+    """`data` parts of a batch times `tensor` parts of a layer; `shard` says what is cut among the ranks of `data`."""
 
     shard: int
     data: int
@@ -42,17 +42,17 @@ class RankLayout:
 
     @property
     def wraps(self) -> bool:
-        """Whether DDP carries the gradients; with tensor parallelism FSDP2 does, whose parameters may be DTensors."""
+        """Whether DDP sends the gradients; with tensor parallelism FSDP2 does, whose parameters may be DTensors."""
         return self.data > 1 and self.tensor == 1 and self.shard < 2
 
     def __str__(self) -> str:
-        what = ("replicas", "replicas with sharded optimizer states", "shards of gradients and states", "shards")
-        parts = [f"{self.data} {what[self.shard]}"] if self.data > 1 else []
+        names = ("replicas", "replicas with sharded optimizer states", "shards of gradients and states", "shards")
+        parts = [f"{self.data} {names[self.shard]}"] if self.data > 1 else []
         return " x ".join([*parts, *([f"{self.tensor} parts of each layer"] if self.tensor > 1 else [])])
 
 
 def own_part(value: Any) -> Tensor:
-    """Of a DTensor what this rank holds; a plain tensor is held whole."""
+    """This rank's part of a DTensor; a plain tensor is held whole."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -75,7 +75,7 @@ def check_arguments(shard: int, tensor: int | None, plan: Any) -> None:
 
 
 def lay_out(shard: int, tensor: int | None) -> RankLayout:
-    """The layout of all ranks; they are brought together first where the script has not done so."""
+    """The layout of all ranks. The process group is initialised first, if the script has not done so."""
     ranks, tensor = ranks_here(), tensor or 1
     if ranks % tensor:
         raise ValueError(f"spread got tensor={tensor} for {ranks} ranks; it must divide them")
@@ -83,28 +83,28 @@ def lay_out(shard: int, tensor: int | None) -> RankLayout:
         raise ValueError("spread has no shard=1 with tensor=; shard=2 shards the same states and sends less")
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if place >= count:
+        local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= count:
             raise ValueError(
-                f"local rank {place} has no GPU: this machine has {count}; start at most {count} processes"
+                f"local rank {local_rank} has no GPU: this machine has {count}; start at most {count} processes"
             )
-        torch.cuda.set_device(place)
-        device = torch.device("cuda", place)
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
     if not dist.is_initialized():
-        bound = {"device_id": device} if device.type == "cuda" else {}
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **bound)
+        options = {"device_id": device} if device.type == "cuda" else {}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     shape = {"data": ranks // tensor, "tensor": tensor}
     if not shard and tensor > 1:
         shape = {"data": ranks // tensor, "alone": 1, "tensor": tensor}
     mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     if tensor > 1 and ranks > tensor:
-        getattr(mesh[tuple(shape)[-2:]], FLATTEN_MESH)()  # a norm over both takes one sum then, and not two
+        getattr(mesh[tuple(shape)[-2:]], FLATTEN_MESH)()  # so that a norm over both takes a single sum
     return RankLayout(shard, ranks // tensor, tensor, mesh, device)
 
 
 class ShareSampler:
-    """Of each batch of indices those of one rank; all ranks draw the same order. What does not divide is left out."""
+    """This rank's part of each batch of indices, drawn in the same order on all ranks. A remainder is left out."""
 
     def __init__(self, batches: BatchSampler, layout: RankLayout) -> None:
         self._batches, self._layout = batches, layout
@@ -140,7 +140,7 @@ class SharedBatches:
 
 
 def share_of(batch: Any, layout: RankLayout) -> Any:
-    """This rank's rows of every tensor in it."""
+    """This rank's rows of every tensor in a batch."""
 
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
@@ -152,7 +152,7 @@ def share_of(batch: Any, layout: RankLayout) -> Any:
 
 
 def share(loader: Iterable[Any], layout: RankLayout) -> Any:
-    """The loader's batches, a share of each, and on ranks that share layers the same; a `DataLoader` loads no more."""
+    """This rank's share of the loader's batches, the same on ranks that share layers; a `DataLoader` loads no more."""
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):
         raise ValueError(
             "the loader has a DistributedSampler, which gives each rank a share already; give spread the loader of one "
@@ -161,18 +161,18 @@ def share(loader: Iterable[Any], layout: RankLayout) -> Any:
     sampler = getattr(loader, "batch_sampler", None)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or sampler is None:
         return SharedBatches(loader, layout)
-    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
-    options = {name: getattr(loader, name) for name in (*kept, "persistent_workers", "multiprocessing_context")}
+    option_names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+    options = {name: getattr(loader, name) for name in (*option_names, "persistent_workers", "multiprocessing_context")}
     return DataLoader(loader.dataset, batch_sampler=ShareSampler(sampler, layout), **options)
 
 
 class HostBatchNorm(BatchNorm):  # type: ignore[misc]  # PyTorch is not typed here
-    """What `SyncBatchNorm` is on a GPU, on the host."""
+    """`SyncBatchNorm` for the host."""
 
     process_group: Any
 
     def _check_input_dim(self, x: Tensor) -> None:
-        """Any number of dimensions will do."""
+        """Allow any number of dimensions."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
@@ -194,7 +194,7 @@ class HostBatchNorm(BatchNorm):  # type: ignore[misc]  # PyTorch is not typed he
 
 
 def synchronise(model: nn.Module, device: torch.device, group: Any) -> None:
-    """The model's batch norms take their statistics over the ranks of the group from now on."""
+    """Let the model's batch norms take their statistics over the ranks of the group."""
     kind = nn.SyncBatchNorm if device.type == "cuda" else HostBatchNorm
     for module in model.modules():
         if isinstance(module, BatchNorm):

@@ -1,7 +1,7 @@
-"""What the module tree holds: parameters by their names, and the modules that are gathered as one.
+"""Parameters by their names, blocks that are gathered as one, and rows in another order.
 
-Where parameters were replaced, or their rows lie in another order, the optimizer trains those that took their place,
-and what is saved is as the model's own.
+If parameters are replaced, or their rows are reordered, the optimizer trains the new ones, and saved states are as for
+the original model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keepbusy.runtime.module_parts import own_weights
 
 
 class TrainedNames:
-    """Which parameters an optimizer trains, by name; taken before the model is spread."""
+    """Names of the parameters that an optimizer trains, taken before the model is spread."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
@@ -37,25 +37,24 @@ class TrainedNames:
             self._groups.append([names[id(weight)] for weight in group["params"]])
 
     def repoint(self, model: nn.Module) -> None:
-        """The same groups, with their learning rates and decays, of the parameters that the model has now; their
-        states go with them, cut as they are."""
+        """Put the model's present parameters into the optimizer's groups, with the states, which are cut alike."""
         if self._optimizer is None:
             return
-        present, orders, states = dict(_all_names(model)), orders_of(model), self._optimizer.state
+        parameters, orders, states = dict(_all_names(model)), orders_of(model), self._optimizer.state
         for group, names in zip(self._optimizer.param_groups, self._groups, strict=True):
-            before, group["params"] = group["params"], [present[name] for name in names]
+            before, group["params"] = group["params"], [parameters[name] for name in names]
             for old, new in zip(before, group["params"], strict=True):
                 if old in states:
-                    held = states.pop(old)
-                    states[new] = {key: _as_parameter(value, new, orders.get(id(new))) for key, value in held.items()}
+                    state = states.pop(old)
+                    states[new] = {key: _as_parameter(value, new, orders.get(id(new))) for key, value in state.items()}
         if orders:
-            back = {key: order.argsort() for key, order in orders.items()}
-            self._optimizer.register_state_dict_post_hook(partial(_turned, orders=back))
-            self._optimizer.register_load_state_dict_pre_hook(partial(_turned, orders=orders))
+            original_orders = {key: order.argsort() for key, order in orders.items()}
+            self._optimizer.register_state_dict_post_hook(partial(_in_order, orders=original_orders))
+            self._optimizer.register_load_state_dict_pre_hook(partial(_in_order, orders=orders))
 
 
 def _as_parameter(value: Any, parameter: Any, order: Tensor | None) -> Any:
-    """What an optimizer keeps for a parameter lies where it does, in the same parts."""
+    """A state of the optimizer on the parameter's device, in the same parts."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.dim():
         return value
     value = reordered(value.to(parameter.device), order)
@@ -64,28 +63,28 @@ def _as_parameter(value: Any, parameter: Any, order: Tensor | None) -> Any:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-# Rows in another order
+# Reordered rows
 
 
 def reordered(value: Any, order: Tensor | None) -> Any:
-    """Rows in that order; those of a DTensor are in the same parts afterwards."""
+    """The value with its rows in that order; a DTensor keeps its placements."""
     if order is None:
         return value
     if not isinstance(value, DTensor):
         return value[order.to(value.device)]
-    whole = value.full_tensor()[order.to(value.device)]
-    return distribute_tensor(whole, value.device_mesh, value.placements, src_data_rank=None)
+    full = value.full_tensor()[order.to(value.device)]
+    return distribute_tensor(full, value.device_mesh, value.placements, src_data_rank=None)
 
 
 def keep_order(module: nn.Module, order: Tensor) -> None:
-    """From now on the rows of its parameters lie so; in a state they are as the module has them by itself."""
+    """Mark the rows of a module's parameters as reordered; its saved states have the original order."""
     module.row_order = order
     module.register_state_dict_post_hook(partial(_in_state, order=order.argsort()))
     module.register_load_state_dict_pre_hook(partial(_in_state, order=order))
 
 
 def orders_of(model: nn.Module) -> dict[int, Tensor]:
-    """Of parameters whose rows lie in another order, by id."""
+    """The orders of parameters with reordered rows, by id."""
     packed = [module for module in model.modules() if "row_order" in vars(module)]
     return {id(own): module.row_order for module in packed for own in own_weights(module)}
 
@@ -99,10 +98,10 @@ def _in_state(module: nn.Module, state: dict[str, Any], prefix: str, *_others: A
 def with_states(
     optimizer: torch.optim.Optimizer, saved: dict[str, Any], change: Callable[[Any, Tensor], Any]
 ) -> dict[str, Any]:
-    """An optimizer's saved state, with each value as `change(value, parameter)` makes it."""
+    """An optimizer's saved state, with `change(value, parameter)` applied to each value."""
     keys = [key for group in saved["param_groups"] for key in group["params"]]  # numbers, or names
-    held = [weight for group in optimizer.param_groups for weight in group["params"]]
-    parameters = dict(zip(keys, held, strict=True))
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    parameters = dict(zip(keys, weights, strict=True))
     states = {
         key: {name: change(value, parameters[key]) for name, value in values.items()}
         for key, values in saved["state"].items()
@@ -110,32 +109,32 @@ def with_states(
     return saved | {"state": states}
 
 
-def _turned(optimizer: torch.optim.Optimizer, saved: dict[str, Any], orders: Mapping[int, Tensor]) -> dict[str, Any]:
-    """An optimizer's saved state, whose rows are turned with those of its parameters."""
+def _in_order(optimizer: torch.optim.Optimizer, saved: dict[str, Any], orders: Mapping[int, Tensor]) -> dict[str, Any]:
+    """An optimizer's saved state, with rows reordered like those of its parameters."""
 
-    def turn(value: Any, parameter: Tensor) -> Any:
-        alike = getattr(value, "shape", None) == parameter.shape
-        return reordered(value, orders.get(id(parameter))) if alike else value
+    def reorder(value: Any, parameter: Tensor) -> Any:
+        is_per_row = getattr(value, "shape", None) == parameter.shape
+        return reordered(value, orders.get(id(parameter))) if is_per_row else value
 
-    return with_states(optimizer, saved, turn)
+    return with_states(optimizer, saved, reorder)
 
 
 def _all_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Tied parameters by each of their names, whatever arguments the model's own `named_parameters()` takes."""
+    """All names of all parameters. The model may have a `named_parameters()` of its own with other arguments."""
     return list(nn.Module.named_parameters(model, remove_duplicate=False))
 
 
 def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """By id, the names of each parameter that has several."""
+    """The names of each parameter with several, by id."""
     names: dict[int, list[str]] = {}
     for name, parameter in _all_names(model):
         names.setdefault(id(parameter), []).append(name)
-    return {key: held for key, held in names.items() if len(held) > 1}
+    return {key: several for key, several in names.items() if len(several) > 1}
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules of a kind that comes again and again in one list: each is gathered while the one before
-    it computes. A parameter that is also held outside its block would be cut apart, so that block is left whole."""
+    """The outermost modules of a kind that is repeated in a list: each is gathered while the previous one computes. A
+    block with a parameter that is also used outside is left out, as the two uses would be cut apart."""
     tied = tied_parameters(model)
     return {
         path: block
@@ -156,7 +155,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def dropouts_of(model: nn.Module) -> dict[tuple[nn.Module, str], float]:
-    """Attributes that are shares to drop."""
+    """Dropout rates, by module and attribute."""
     return {
         (module, name): value
         for module in model.modules()
@@ -169,7 +168,7 @@ def dropouts_of(model: nn.Module) -> dict[tuple[nn.Module, str], float]:
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Comparisons are of what is computed, not of what is drawn."""
+    """Set all dropout rates to zero, for comparisons."""
     dropouts = dropouts_of(model)
     try:
         for module, name in dropouts:

@@ -1,4 +1,4 @@
-"""`spread`: a model and its optimizer over all ranks of torchrun, and a training loop that stays as it is.
+"""`spread`: distributes a model and its optimizer over all ranks of torchrun; the training loop stays as it is.
 
 model, optimizer = keepbusy.spread(model, optimizer)                     # DDP
 model, optimizer = keepbusy.spread(model, optimizer, shard=3)            # FSDP2
@@ -43,10 +43,10 @@ from keepbusy.torch_names.distributed import broadcast_all
 from keepbusy.torch_names.pytorch import COMPILED, GRADIENT_HOOKS, foreach_copy
 
 LARGE = 4 << 20
-"""Bytes from which a parameter is gathered by itself, where it lies; smaller ones are copied together and back."""
+"""Bytes from which a parameter is gathered by itself, in place; smaller ones are copied together and back."""
 _ELEMENTWISE = {optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam}
 _ELEMENTWISE |= {optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD}
-"""Optimizers that step on a slice as on the whole; any other takes norms and factors, for which it gets DTensors."""
+"""Optimizers that can step on slices of parameters. Others compute norms or factors, so they get DTensors."""
 
 
 def spread(
@@ -59,18 +59,18 @@ def spread(
     plan: str | Mapping[str, str] = "auto",
     example: Any = None,
 ) -> Any:
-    """The model and the optimizer, trained by all ranks that torchrun started; alone they come back as they are.
+    """The model and the optimizer, trained by all ranks that torchrun started; a single rank returns them unchanged.
 
     `shard`: 0 copies the model to each rank (DDP), 1 shards the optimizer's states, 2 also gradients, 3 also
-    parameters. `tensor`: so many GPUs share each layer. `loader`: comes back third, with a share of each batch; without
-    it each rank brings its own batches, and ranks of one tensor group the same. `example`: what the model is called
-    with (a tensor, a tuple of arguments or a dict of options). One step on it is compared with one process before
-    anything is trained, and tensor parallelism tries its plan on it; the whole model must fit on a GPU for that.
-    `plan`: patterns of module names that are not to be cut, as in `{"*.attention": "whole"}`; or "sequence", and each
-    rank of a tensor group holds a piece of every sequence between the layers that are cut, norms and dropouts as well.
+    parameters. `tensor`: so many GPUs share each layer. `loader`: is returned third, with a share of each batch;
+    without it each rank provides its own batches, and ranks of a tensor group the same ones. `example`: arguments of
+    the model (a tensor, a tuple of arguments or a dict of options). One step on it is compared with one process before
+    the training, and tensor parallelism tries its plan on it; the whole model must fit on a GPU for that. `plan`:
+    patterns of module names that are not cut, as in `{"*.attention": "whole"}`; or "sequence", then each rank of a
+    tensor group holds a piece of every sequence between the layers that are cut, including norms and dropouts.
     """
-    if asked := os.environ.get("KEEPBUSY_LAYOUT"):  # the layout that `keepbusy plan` tries
-        shard, tensor = map(int, asked.split(","))
+    if layout_override := os.environ.get("KEEPBUSY_LAYOUT"):  # the layout that `keepbusy plan` tries
+        shard, tensor = map(int, layout_override.split(","))
     check_arguments(shard, tensor, plan)
     _check_model(model)
     if tensor is not None and tensor > 1 and example is None:
@@ -80,7 +80,7 @@ def spread(
         layout = lay_out(shard, tensor)
         model, parts = _spread_over(layout, model, optimizer, plan, example), layout.data
         loader = loader if loader is None else share(loader, layout)
-    if path := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):  # which it compares by batches: those of the loader are shared
+    if path := os.environ.get("KEEPBUSY_LAYOUT_FOUND"):  # `keepbusy plan` needs it to compare by batches
         Path(path).write_text(json.dumps({"data": parts, "shared": loader is not None}), encoding="utf-8")
     return (model, optimizer) if loader is None else (model, optimizer, loader)
 
@@ -99,7 +99,7 @@ def _check_model(model: Any) -> None:
 
 
 class Replicas(DistributedDataParallel):  # type: ignore[misc]  # PyTorch is not typed here
-    """DDP that shows the model in it: attributes, and the names in its state."""
+    """DDP with the attributes and the state names of its model."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -115,13 +115,13 @@ class Replicas(DistributedDataParallel):  # type: ignore[misc]  # PyTorch is not
 
 
 def _spread_over(layout: RankLayout, model: nn.Module, optimizer: Any, plan: Any, example: Any) -> nn.Module:
-    """The steps in their order: values on devices, the whole model's example, cuts, shards, optimizer, proof."""
+    """All steps: values on devices, the example on the whole model, cuts, shards, optimizer, comparison."""
     if not layout.wraps:
         _check_hooks(model)
     trained = TrainedNames(model, optimizer)
     placed = layout.wraps or layout.tensor > 1 or example is not None
     if placed:
-        model.to(layout.device)  # by its own ways: an RNN lays its weights out anew
+        model.to(layout.device)  # by its own methods: an RNN lays its weights out again
         _place(model, layout.device)
     proof = None if example is None else Example(model, example, layout.device)
     if layout.data > 1:
@@ -133,11 +133,11 @@ def _spread_over(layout: RankLayout, model: nn.Module, optimizer: Any, plan: Any
     outer, blocks = _wrap(layout, model, proof, placed)
     trained.repoint(model)
     weights = list(model.parameters())
-    held = sum(own_part(weight).numel() for weight in weights) / max(1, sum(weight.numel() for weight in weights))
-    done = f"{layout}, {held:.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
-    done += f", {cut}" if cut else ""
+    kept_share = sum(own_part(weight).numel() for weight in weights) / max(1, sum(weight.numel() for weight in weights))
+    report = f"{layout}, {kept_share:.0%} of the parameters on each of {dist.get_world_size()} ranks{blocks}"
+    report += f", {cut}" if cut else ""
     if proof is not None:
-        done += f"\nkeepbusy: {proof.prove(outer, model, layout, cut.uncut if cut else '')}"
+        report += f"\nkeepbusy: {proof.prove(outer, model, layout, cut.uncut if cut else '')}"
     if optimizer is not None:
         FirstStep(model, optimizer, layout)
         if layout.wraps and layout.shard == 1:
@@ -146,7 +146,7 @@ def _spread_over(layout: RankLayout, model: nn.Module, optimizer: Any, plan: Any
     dist.broadcast(seed, 0)
     torch.manual_seed(int(seed) + layout.data_rank)  # ranks of one tensor group drop the same activations
     if dist.get_rank() == 0:
-        sys.stderr.write(f"keepbusy: {done}\n")
+        sys.stderr.write(f"keepbusy: {report}\n")
     return outer
 
 
@@ -160,19 +160,19 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
-    """On this rank's device, with the values of the first rank: layers that were made with other seeds would be
-    trained as a mixture. What is sharded already has its values."""
-    held = [weight for weight in [*module.parameters(), *module.buffers()] if not isinstance(weight, DTensor)]
-    for tensor in held:
+    """Move tensors to this rank's device, with the values of the first rank, since ranks may have used other seeds.
+    Sharded tensors have their values already."""
+    unsharded = [weight for weight in [*module.parameters(), *module.buffers()] if not isinstance(weight, DTensor)]
+    for tensor in unsharded:
         tensor.data = tensor.data.to(device)
-    if held:
-        broadcast_all(dist.group.WORLD, [tensor.detach() for tensor in held], 256 << 20, 0)
+    if unsharded:
+        broadcast_all(dist.group.WORLD, [tensor.detach() for tensor in unsharded], 256 << 20, 0)
 
 
 def _wrap(layout: RankLayout, model: nn.Module, proof: Example | None, placed: bool) -> tuple[nn.Module, str]:
-    """DDP around the model, or FSDP2 in it, and a phrase about its blocks. What is not called is not gathered, so a
-    block whose parameters are read by others is none. If the model is not placed yet it need not fit on the device:
-    that is done a block at a time."""
+    """DDP around the model, or FSDP2 in it, and a phrase about its blocks. A block that is not called would not be
+    gathered, so it counts as none. A model that is not placed yet is placed block by block, so it need not fit on the
+    device."""
     called = None
     if proof is not None:
         called = set(proof.calls)
@@ -184,23 +184,23 @@ def _wrap(layout: RankLayout, model: nn.Module, proof: Example | None, placed: b
     if layout.data == 1:
         return model, ""
     blocks = [block for block in blocks_of(model).values() if called is None or block in called]
-    # replicas stand in a first dimension, and then the second has one rank
+    # for replicas the mesh has two dimensions, the second with one rank
     mesh = layout.mesh["data"] if layout.shard else layout.mesh["data", "alone"]
     kinds = sorted({type(block).__name__ for block in blocks})
     for module in (*blocks, model):
         if not placed:
             _place(module, layout.device)
-        again = layout.shard == 3 and module is not model
-        fully_shard(module, mesh=mesh, reshard_after_forward=again)
+        reshards = layout.shard == 3 and module is not model
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
     return model, f", in {len(blocks)} blocks ({', '.join(kinds)})" if blocks else ", as one block"
 
 
 class ShardedStates:
-    """ZeRO's first stage: whole parameters and gradients on every rank, and of the optimizer's states a part.
+    """ZeRO's first stage: each rank has all parameters and gradients, and a part of the optimizer's states.
 
-    While the optimizer steps it sees this rank's rows of each parameter, which lie where the parameter does; then
-    the rows of all ranks are gathered. Before and after it holds the parameters themselves, so that clipping, a
-    `GradScaler` and schedulers see what they know. What it saves are DTensors, as those of FSDP2.
+    During its step the optimizer has this rank's rows of each parameter, in the parameter's memory; then the rows of
+    all ranks are gathered. Otherwise it has the parameters themselves, as clipping, a `GradScaler` and schedulers
+    expect. It saves DTensors, like FSDP2.
     """
 
     def __init__(self, optimizer: optim.Optimizer, mesh: Any) -> None:
@@ -222,7 +222,7 @@ class ShardedStates:
         return [weight for group in self._optimizer.param_groups for weight in group["params"]]
 
     def _rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows, in the memory of the whole; the last ranks may have fewer, or none."""
+        """This rank's rows of a tensor, as a view; the last ranks may have fewer, or none."""
         if not whole.dim():
             return whole
         rows = -(-whole.shape[0] // self._ranks)
@@ -234,8 +234,8 @@ class ShardedStates:
 
     def _sharded(self, rows: Tensor, whole: Tensor) -> DTensor:
         placements = [Shard(0) if whole.dim() else Replicate()]
-        look = {"shape": whole.shape, "stride": whole.stride()}
-        return DTensor.from_local(rows, self._mesh, placements, run_check=False, **look)
+        geometry = {"shape": whole.shape, "stride": whole.stride()}
+        return DTensor.from_local(rows, self._mesh, placements, run_check=False, **geometry)
 
     def _before(self, *_arguments: Any) -> None:
         self._wholes = [group["params"] for group in self._optimizer.param_groups]
@@ -258,7 +258,7 @@ class ShardedStates:
             self._optimizer.state[target] = self._optimizer.state.pop(source)
 
     def _gather_all(self) -> None:
-        """All ranks get all rows; those of large parameters travel while small ones are copied together."""
+        """Gather all rows on all ranks; large parameters are sent while small ones are copied together."""
         waits, small = [], defaultdict(list)
         for whole in (weight.detach() for weight in self._parameters() if weight.dim()):
             if whole.nbytes >= LARGE and whole.shape[0] % self._ranks == 0 and whole.is_contiguous():
@@ -271,7 +271,7 @@ class ShardedStates:
             wait.wait()
 
     def _gather_together(self, wholes: list[Tensor]) -> None:
-        """Padded where rows do not divide."""
+        """Gather small parameters of one type as one tensor, padded if rows do not divide."""
         sizes = [-(-whole.shape[0] // self._ranks) * (whole.numel() // whole.shape[0]) for whole in wholes]
         own = wholes[0].new_empty(sum(sizes))
         rows = [self._rows(whole).reshape(-1) for whole in wholes]
@@ -296,11 +296,11 @@ class ShardedStates:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """What to save: parameters, buffers and the optimizer's states by the names they have in the model itself.
+    """The state to save: parameters, buffers and the optimizer's states, by their names in the original model.
 
         keepbusy.save_later(state_of(model, optimizer), "step1000")
 
-    All ranks call it. What is sharded stays so, and each rank writes its part.
+    All ranks must call it. Sharded tensors stay sharded, and each rank writes its part.
     """
     own = _inner(model)
     state = {"model": state_dict.get_model_state_dict(own)}
@@ -310,7 +310,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: str | os.PathLike[str]) -> None:
-    """Go on from a checkpoint of `state_of`, whatever the layout that wrote it: a file, or a folder of parts."""
+    """Resume from a checkpoint of `state_of`, a file or a folder, written by any layout."""
     path, own = Path(path), _inner(model)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path} to resume from")
