@@ -47,7 +47,7 @@ EXPLAINED = {
     ),
     "keepbusy.explain.run_plan": (
         Threshold(
-            "_held_by_another",
+            "_at_other_thread",
             _unchanged,
             "Where another thread's Python took half of what a row saves, the row stands at its line.",
         ),

@@ -233,7 +233,7 @@ def test_a_plan_ends_where_all_its_fixes_lead(body: Callable[[Run], Any]) -> Non
     needed = [need for one in plan for need in one.needs if " at " in need]
     chosen = [
         one.edit
-        for one in candidates(story.inputs, story.found)
+        for one in candidates(story.inputs, story.findings)
         if {(one.fix.name, str(place)) for place in one.where} <= planned or one.named in needed
     ]
     assert len(chosen) >= len(plan)

@@ -39,8 +39,7 @@ _COLLECTIVE = LedgerPlace(
     colour="#5b8fd4",
     sentence="Communication does not overlap with computing",
     happens="exchanges data with other GPUs and computes nothing meanwhile. Only the transfer itself: a collective "
-    "that "
-    "waits for a late rank counts as `peer_late`.",
+    "that waits for a late rank counts as `peer_late`.",
     letter="▒",
 )
 _PIPELINE_BUBBLE = LedgerPlace(
@@ -50,8 +49,7 @@ _PIPELINE_BUBBLE = LedgerPlace(
     sentence="Pipeline stages wait for each other",
     happens="A pipeline stage is idle until another stage's message arrives.",
     fixed_by="Let micro-batches follow each other, and use more of them: with twice as many the stages wait half as "
-    "long. "
-    "`--what-if` does not take this cause.",
+    "long. `--what-if` does not take this cause.",
     letter="o",
 )
 _UNKNOWN = LedgerPlace(
@@ -77,7 +75,7 @@ KINDS: dict[str, CauseKind] = {
         ExposedCollective(),
     )
 }
-"""Causes that are found by an edit, which fixes them."""
+"""Causes that are found together with the edit that fixes them."""
 LEDGER: dict[str, LedgerPlace] = {
     place.name: place
     for place in (
@@ -89,25 +87,25 @@ LEDGER: dict[str, LedgerPlace] = {
         _UNKNOWN,
     )
 }
-"""Every place that a nanosecond of the plain step can go, in the order in which reports show them."""
+"""What each nanosecond of the plain step can be, in the order of reports."""
 
 
 def findings(inputs: CauseInputs) -> dict[str, Finding]:
-    """Only causes that were seen at all."""
+    """The findings of all causes that occur in the run."""
     kinds = {name: kind for name, kind in KINDS.items() if inputs.among_ranks or not kind.among_ranks}
     builders = {name: FindingBuilder(name, inputs.timeline) for name in kinds}
     for name, kind in kinds.items():
         kind.find(inputs, builders[name])
-    # what makes a tensor on the host, or waits for a message there, counts once, under its own name
+    # host work that another cause names counts there alone
     for other in ("made_on_host", "exposed_collective"):
         if other in builders:
             builders["host_work"].edit.drop[builders[other].edit.drop] = False
-    found = {cause: builder.finding() for cause, builder in builders.items()}
-    return {cause: finding for cause, finding in found.items() if len(finding.rows)}
+    all_findings = {cause: builder.finding() for cause, builder in builders.items()}
+    return {cause: finding for cause, finding in all_findings.items() if len(finding.rows)}
 
 
 def what_happened(inputs: CauseInputs, finding: Finding) -> str:
-    """A sentence with its counts. Durations are left to the report."""
+    """A sentence with counts. Reports add durations."""
     spans, of_a_rank = inputs.timeline.spans, inputs.steps * len(inputs.timeline.ranks)
     copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
     count = finding.count / of_a_rank

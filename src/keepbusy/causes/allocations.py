@@ -27,12 +27,12 @@ class Allocations(CauseKind):
     lesson = "memory is requested from the driver once and then kept"
 
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
-        """cudaMalloc and cudaFree in the steady state: memory that the caching allocator should have kept."""
-        rank = inputs.timeline.rank_of_rows
+        rank_of_rows = inputs.timeline.rank_of_rows
         rows = np.flatnonzero(inputs.timeline.spans.kind == Kind.ALLOCATE)
         builder.edit.drop[rows] = True
         builder.culprit[rows], builder.count = rows, len(rows)
-        for one in inputs.timeline.ranks:  # what the program itself gives back it has to ask for again
-            of_rank, back = rows[rank[rows] == one], rows[(rank[rows] == one) & inputs.is_given_back[rows]]
-            if len(back):
-                builder.culprit[of_rank] = back[np.maximum(np.searchsorted(back, of_rank, side="right") - 1, 0)]
+        for rank in inputs.timeline.ranks:  # a program that frees memory itself has to request it again
+            of_rank = rows[rank_of_rows[rows] == rank]
+            freed = of_rank[inputs.is_given_back[of_rank]]
+            if len(freed):
+                builder.culprit[of_rank] = freed[np.maximum(np.searchsorted(freed, of_rank, side="right") - 1, 0)]

@@ -1,4 +1,4 @@
-"""What every cause has: its names, how it is found, and what was found of it."""
+"""What every cause has: its texts, how it is found, and where it was found."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from keepbusy.timeline.model import NONE, Ints, Timeline
 
 @dataclass(frozen=True)
 class LedgerPlace:
-    """A place in the ledger of a step, as reports and documents show it."""
+    """An entry in the ledger of a step, as reports and documents show it."""
 
     name: str
     label: str
     colour: str
     sentence: str
-    happens: str = ""  # in the documents, as the next one
+    happens: str = ""  # `happens` and `fixed_by` stand in the documents
     fixed_by: str = "–"
     letter: str = "·"  # in a picture made of characters
 
@@ -33,15 +33,15 @@ class Finding:
 
     cause: str
     edit: Edit
-    culprit: Ints  # of each row that the edit touches, the row to blame; NONE elsewhere
+    culprit: Ints  # for each row that the edit touches, the row to blame; NONE elsewhere
     rows: Ints  # the rows to blame
-    count: int  # how often it was met
+    count: int  # how often it happened
     places: Mapping[Where, Ints] = field(default_factory=dict)
-    """The rows to blame, by where they stand in the program; the place first that holds up longest."""
+    """The rows to blame by place in the program. The place with the longest rows comes first."""
     _parts: dict[bytes, Edit] = field(default_factory=dict, repr=False)
 
     def only(self, rows: Ints) -> Edit:
-        """The edit of these culprits alone. One object for the same rows, so that each is replayed once."""
+        """The edit of these culprits alone. The same rows return the same object, so that each is replayed once."""
         key = rows.tobytes()
         if key not in self._parts:
             self._parts[key] = self.edit.only(np.isin(self.culprit, rows))
@@ -49,12 +49,12 @@ class Finding:
 
 
 class FindingBuilder:
-    """An edit being written down."""
+    """A finding while its cause writes down the edit."""
 
     def __init__(self, cause: str, timeline: Timeline) -> None:
         self.cause, self.edit = cause, Edit.nothing(timeline)
         self.culprit = np.full(len(timeline), NONE, np.int64)
-        self.count: int | None = None  # where it is not the number of rows to blame
+        self.count: int | None = None  # set if it is not the number of rows to blame
 
     def finding(self) -> Finding:
         culprit = np.where(self.edit.touched, self.culprit, NONE)
@@ -63,26 +63,26 @@ class FindingBuilder:
 
 
 def places_of(inputs: CauseInputs, finding: Finding) -> dict[Where, Ints]:
-    """Its rows to blame by place, first the place whose rows hold up longest: a cheap measure, good enough to choose
-    which places to replay."""
+    """The rows to blame by place, the place with the longest rows first. That is cheap, and good enough to choose which
+    places to replay."""
     spans, blamed = inputs.timeline.spans, finding.culprit != NONE
-    took = np.bincount(finding.culprit[blamed], (spans.end - spans.start)[blamed], len(spans))
+    duration = np.bincount(finding.culprit[blamed], (spans.end - spans.start)[blamed], len(spans))
     places = by_place(inputs, finding.rows, finding.cause)
-    return dict(sorted(places.items(), key=lambda one: -took[one[1]].sum()))
+    return dict(sorted(places.items(), key=lambda item: -duration[item[1]].sum()))
 
 
 class CauseKind:
-    """Why a GPU waits: finds it in a run, and writes down the edit that fixes it everywhere."""
+    """A reason why a GPU waits: finds it in a run, and writes down the edit that fixes it everywhere."""
 
     place: ClassVar[LedgerPlace]
     what: ClassVar[str]
     """What happened: `{often}`, `{launches}`, `{moved}` and `{per}` become figures. Durations are left to reports."""
     lesson: ClassVar[str] = ""
-    """What a reader should learn of it in a script without iterations, where it costs nothing and would in a loop."""
+    """What to learn from it in a script without iterations, where it costs nothing. In a loop it would."""
     among_ranks: ClassVar[bool] = False
-    """Whether it is looked for only where ranks meet."""
+    """True if only runs with several ranks can have it."""
     is_residual: ClassVar[bool] = False
-    """Every program has a little of it, and its fix takes nearly every wait away, so other causes come first."""
+    """True if every program has a little of it and its fix removes nearly every wait: other causes come first."""
 
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
         raise NotImplementedError

@@ -14,13 +14,13 @@ from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import NONE, STAGED_BYTES, Ints, Kind, Mask
 
 _WHOLE_PASS = Role.BACKWARD | Role.GRADIENTS
-"""What is around the calls that are made of gradients, and no part of them."""
+"""Roles of frames that enclose the calls for gradients and are no part of them."""
 
 
 class ExposedCollective(CauseKind):
-    """Gradients that travel after every micro-batch travel once; whatever else travels does so during the compute.
+    """The edit sends gradients once instead of after every micro-batch, and all other data while the GPU computes.
 
-    What comes through the memory of hosts holds Python up, and would not from GPU to GPU.
+    Messages through CPU memory block Python; from GPU to GPU they would not.
     """
 
     place = LedgerPlace(
@@ -39,11 +39,11 @@ class ExposedCollective(CauseKind):
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
         spans = inputs.timeline.spans
         travels = (spans.kind == Kind.COLLECTIVE) & (spans.size > STAGED_BYTES) & ~inputs.is_paired & ~inputs.is_message
-        early, all_of_them = _sent_early(inputs, travels)
+        early, of_gradients = _sent_early(inputs, travels)
         for launch, rows in early.items():
             builder.edit.drop[rows] = True
             builder.culprit[rows] = launch
-        rows = np.flatnonzero(travels & ~all_of_them)
+        rows = np.flatnonzero(travels & ~of_gradients)
         builder.edit.lane[rows] = SideLane.WIRE
         builder.culprit[rows] = np.where(inputs.launch[rows] == NONE, rows, inputs.launch[rows])
         rows = np.flatnonzero((spans.kind == Kind.WORK) & inputs.within(Role.THROUGH_HOST))
@@ -59,21 +59,21 @@ class ExposedCollective(CauseKind):
 
 
 def _sent_early(inputs: CauseInputs, travels: Mask) -> tuple[dict[int, Ints], Mask]:
-    """Of each collective of gradients that more gradients are added to before the optimizer uses them: its launch, and
-    what leaves if they travel with the last ones. And which collectives are of such gradients, the last ones included.
+    """Collectives that send gradients to which later micro-batches add: their launches, each with the rows that the
+    program saves if it sends only the sum. And which collectives send such gradients, those of the last pass included.
     """
     timeline, early = inputs.timeline, dict[int, Ints]()
     of_gradients = np.zeros(len(timeline), bool)
     for passes in _accumulated(inputs):
-        collectives = np.concatenate([one.gradients_of(inputs, travels) for one in passes])
-        if not len(passes[-1].gradients_of(inputs, travels)):
+        collectives = [backward.gradients_of(inputs, travels) for backward in passes]
+        if not len(collectives[-1]):
             continue
-        of_gradients[collectives] = True
-        for one in passes[:-1]:
-            rows = one.gradients_of(inputs, travels)
-            leaves = [one.call_of(inputs, row) for row in rows.tolist()]
-            leaves[:1] = [np.concatenate([first, one.scaled(inputs)]) for first in leaves[:1]]
-            early |= dict(zip(inputs.launch[rows].tolist(), leaves, strict=True))
+        of_gradients[np.concatenate(collectives)] = True
+        for backward, rows in zip(passes[:-1], collectives[:-1], strict=True):
+            calls = [backward.call_of(inputs, row) for row in rows.tolist()]
+            if calls:
+                calls[0] = np.concatenate([calls[0], backward.scaled(inputs)])
+            early |= dict(zip(inputs.launch[rows].tolist(), calls, strict=True))
     return early, of_gradients
 
 
@@ -85,23 +85,22 @@ class BackwardPass:
     last: int
     end: int
     main: int  # the lane of the thread that called it
-    later: frozenset[int] = frozenset()  # paths of what launches after the last pass, before the optimizer does
+    later: frozenset[int] = frozenset()  # paths of the launches between the last pass and the optimizer
 
     def gradients_of(self, inputs: CauseInputs, travels: Mask) -> Ints:
-        """Its collectives: those that PyTorch launches as gradients are done, and those of the program afterwards. What
-        FSDP gathers then are parameters, which each pass needs."""
+        """Its collectives: those that PyTorch launches as gradients become ready, and those of the program afterwards.
+        Not what FSDP gathers then: parameters, which each pass needs."""
         launch, rank = inputs.launch, inputs.timeline.rank_of_rows
         rows = np.flatnonzero(travels & (launch >= self.first) & (launch < self.end))
         rows = rows[rank[rows] == inputs.timeline.lanes[self.main].rank]
         after = launch[rows] > self.last
         frame = inputs.timeline.spans.frame[launch[rows]]
-        known = (
-            np.isin(inputs.path[frame], list(self.later)) & (frame != NONE) & ~inputs.within(Role.SHARDS)[launch[rows]]
-        )
-        return rows[np.where(after, known, inputs.hands_over_gradients[launch[rows]])]
+        of_later_path = np.isin(inputs.path[frame], list(self.later)) & (frame != NONE)
+        of_program = of_later_path & ~inputs.within(Role.SHARDS)[launch[rows]]
+        return rows[np.where(after, of_program, inputs.hands_over_gradients[launch[rows]])]
 
     def scaled(self, inputs: CauseInputs) -> Ints:
-        """What PyTorch launches beside its collectives: into their buckets, and for the mean over the ranks."""
+        """What PyTorch launches besides its collectives: copies into buckets, and division by the number of ranks."""
         rows = np.arange(self.first, self.last + 1)
         of_rank = inputs.timeline.rank_of_rows[rows] == inputs.timeline.lanes[self.main].rank
         fills_buckets = inputs.within(Role.GRADIENTS) & inputs.within(Role.SCALES | Role.MOVES)
@@ -109,7 +108,7 @@ class BackwardPass:
         return np.concatenate([inside, np.flatnonzero(np.isin(inputs.launch, inside))])
 
     def call_of(self, inputs: CauseInputs, row: int) -> Ints:
-        """The rows that leave with a collective: all that is called for it, within the pass or after it."""
+        """The rows that disappear with a collective: all of the call that launches it, within the pass or after it."""
         launch, spans, frames = int(inputs.launch[row]), inputs.timeline.spans, inputs.timeline.frames
         begins = int(spans.end[self.last]) if launch > self.last else 0
         frame, call = int(spans.frame[launch]), NONE
@@ -126,42 +125,42 @@ class BackwardPass:
 
 
 def _accumulated(inputs: CauseInputs) -> Iterator[list[BackwardPass]]:
-    """Backward passes in a row, whose gradients the optimizer uses together; two or more.
+    """Two or more backward passes in a row whose gradients the optimizer uses together.
 
-    Of a rank that takes no step itself, but is sent the new weights, nobody knows which ones these are.
+    They are unknown on a rank that takes no optimizer step itself, but receives the new weights.
     """
-    timeline, rank = inputs.timeline, inputs.timeline.rank_of_rows
+    timeline, rank_of_rows = inputs.timeline, inputs.timeline.rank_of_rows
     optimizer = inputs.within(Role.OPTIMIZER)
     backward = inputs.within(Role.BACKWARD)
     launches = (inputs.command != NONE) | optimizer
-    for one in np.unique(rank[optimizer]).tolist():
-        rows = np.flatnonzero(launches & (rank == one))
-        main = int(timeline.spans.lane[timeline.marks_of(one)[0]])
+    for rank in np.unique(rank_of_rows[optimizer]).tolist():
+        rows = np.flatnonzero(launches & (rank_of_rows == rank))
+        main = int(timeline.spans.lane[timeline.marks_of(rank)[0]])
         kind = np.where(optimizer[rows], 2, np.where(backward[rows], 1, 0))
         changes = np.flatnonzero(np.diff(kind, prepend=-1))
         group: list[BackwardPass] = []
-        for place, begin in enumerate(changes.tolist()):
-            end = changes[place + 1] if place + 1 < len(changes) else len(rows)
+        for index, begin in enumerate(changes.tolist()):
+            end = changes[index + 1] if index + 1 < len(changes) else len(rows)
             if kind[begin] == 1:
                 group.append(BackwardPass(int(rows[begin]), int(rows[end - 1]), int(rows[end - 1]) + 1, main))
             elif group and kind[begin] == 0:
                 group[-1] = replace(group[-1], end=int(rows[end - 1]) + 1)
             elif group:
-                yield from _whole(inputs, group)
+                yield from _with_later_launches(inputs, group)
                 group = []
-        yield from _whole(inputs, group)
+        yield from _with_later_launches(inputs, group)
 
 
-def _whole(inputs: CauseInputs, group: Sequence[BackwardPass]) -> Iterator[list[BackwardPass]]:
+def _with_later_launches(inputs: CauseInputs, group: Sequence[BackwardPass]) -> Iterator[list[BackwardPass]]:
     if len(group) > 1:
         rows = np.arange(group[-1].last + 1, group[-1].end)
         frame = inputs.timeline.spans.frame[rows[(inputs.command[rows] != NONE)]]
         later = frozenset(inputs.path[frame[frame != NONE]].tolist())
-        yield [replace(one, later=later) for one in group]
+        yield [replace(backward, later=later) for backward in group]
 
 
 def without_messages(inputs: CauseInputs) -> Edit:
-    """No fix, but a measure: what stages of a pipeline would spend if no message had to be waited for."""
+    """Not a fix: measures what the stages of a pipeline would spend if they never waited for messages."""
     edit = Edit.nothing(inputs.timeline)
     edit.lane[inputs.is_message] = SideLane.WIRE
     return edit

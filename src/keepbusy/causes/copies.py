@@ -1,4 +1,4 @@
-"""Copies between the memory of the host and that of the GPU, for which something waits."""
+"""Copies between CPU and GPU memory for which something waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keepbusy.timeline.edit import SideLane
 from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, Kind
 
 USUAL_BANDWIDTH = 24.0
-"""Bytes a nanosecond, from pinned memory over a link that nobody has named: PCIe 4."""
+"""Bytes a nanosecond, from pinned memory over a link of unknown kind: PCIe 4."""
 SETUP = 2_000
 
 
@@ -32,7 +32,7 @@ class BlockingCopy(CauseKind):
 
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
         spans = inputs.timeline.spans
-        # all that come in, and large ones that go out: a small one is a read
+        # all copies to the GPU, and large ones from it: a small one is a read
         inbound = spans.direction == Direction.HOST_TO_DEVICE
         outbound = (spans.direction == Direction.DEVICE_TO_HOST) & (spans.size > STAGED_BYTES)
         copies = np.flatnonzero(inputs.is_copy & (inputs.sync_of_copy != NONE) & (inbound | outbound))
@@ -42,7 +42,7 @@ class BlockingCopy(CauseKind):
             pinned = (spans.size[copies] / bandwidth + SETUP).astype(np.int64)
             builder.edit.work[copies] = np.minimum(spans.work[copies], pinned)
         builder.culprit[copies] = inputs.sync_of_copy[copies]
-        syncs = np.flatnonzero(np.isin(inputs.copy_of_sync, copies))  # the call itself may wait, and a sync after it
+        syncs = np.flatnonzero(np.isin(inputs.copy_of_sync, copies))  # the copying call itself, or a sync after it
         builder.edit.drop_wait[syncs] = True
         builder.edit.work[syncs] = 0
         builder.culprit[syncs] = inputs.sync_of_copy[inputs.copy_of_sync[syncs]]
@@ -51,12 +51,12 @@ class BlockingCopy(CauseKind):
         spans = inputs.timeline.spans
         copies = (finding.edit.lane != SideLane.STAY) & (spans.kind == Kind.COPY)
         pageable = inputs.timeline.facts.runs_once and not spans.pinned[copies].any()
-        why = ": the memory is not pinned, so non_blocking=True changes nothing" if pageable else ""
-        return f"{{moved}}{{per}} are copied while Python waits ({{often}}){why}."
+        reason = ": the memory is not pinned, so non_blocking=True changes nothing" if pageable else ""
+        return f"{{moved}}{{per}} are copied while Python waits ({{often}}){reason}."
 
 
 class CopyNotOverlapped(CauseKind):
-    """Asynchronous, and yet the compute waits for it: on its own stream, or on one that it waits for at once."""
+    """Asynchronous copies for which computing waits: on its own stream, or on one that it waits for at once."""
 
     place = LedgerPlace(
         name="copy_not_overlapped",
@@ -71,7 +71,8 @@ class CopyNotOverlapped(CauseKind):
 
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
         spans = inputs.timeline.spans
-        inbound, outbound = (spans.direction == way for way in (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
+        inbound = spans.direction == Direction.HOST_TO_DEVICE
+        outbound = spans.direction == Direction.DEVICE_TO_HOST
         alone = inputs.is_copy & (inputs.sync_of_copy == NONE) & (inputs.launch != NONE) & (spans.size > STAGED_BYTES)
         copies = np.flatnonzero(alone & (inbound | outbound))
         builder.edit.lane[copies] = np.where(inbound[copies], SideLane.FETCH, SideLane.RETURN)

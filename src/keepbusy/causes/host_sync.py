@@ -15,7 +15,7 @@ _LESSONS = {
     Role.SYNCHRONIZES: "Python waits until all launched work is done",
     Role.READS: "Python needs a value, so it waits until the GPU has computed it",
 }
-"""By what the called operator does."""
+"""The sentence for each role of the operator that waits."""
 
 
 class HostSync(CauseKind):
@@ -56,8 +56,8 @@ class HostSync(CauseKind):
 
 
 def _send_no_objects(inputs: CauseInputs, builder: FindingBuilder, syncs: Ints) -> None:
-    """Objects travel as their length and their bytes, each copied, sent and read: all of it leaves with the call. In a
-    run whose lines are known each line of the call is a frame, and the frame around tells that they are of one call."""
+    """Objects are sent as a length and bytes, each copied, sent and read: without the call all of that disappears. If
+    lines were recorded, each line of the call is a frame, and the enclosing frame shows that they are one call."""
     frames, call = inputs.timeline.frames, inputs.outermost(inputs.frames_with(Role.OBJECTS))
     is_line = (call != NONE) & (np.append(frames.kind, FrameKind.PYTHON)[call] == FrameKind.LINE)
     around = np.append(frames.parent, NONE)[call]
@@ -73,7 +73,7 @@ def _send_no_objects(inputs: CauseInputs, builder: FindingBuilder, syncs: Ints) 
 
 
 def _read_together(inputs: CauseInputs, builder: FindingBuilder) -> None:
-    """Who reads the values of a loop together computes them together, as one operation did before."""
+    """A program that reads a loop's values together computes them together, which takes what one of them took."""
     for rows in inputs.reads_in_a_row:
         builder.edit.work[rows[1:-1]] = 0
         builder.culprit[rows[1:-1]] = rows[0]
@@ -81,7 +81,7 @@ def _read_together(inputs: CauseInputs, builder: FindingBuilder) -> None:
 
 
 def _sync_of_frame(frame: Ints, syncs: Ints) -> Ints:
-    """Of each frame, the first sync within it, or NONE. One more entry, so that NONE itself finds NONE."""
+    """For each frame, the first sync within it, or NONE. The last entry makes the index NONE yield NONE."""
     result = np.full(int(frame.max(initial=0)) + 2, NONE, np.int64)
     within = syncs[frame[syncs] != NONE]
     result[frame[within][::-1]] = within[::-1]

@@ -9,7 +9,7 @@ from keepbusy.causes.cause_inputs import CauseInputs
 
 
 class HostWork(CauseKind):
-    """Work in its own right, which no graph would take away."""
+    """Work in its own right, which no graph would remove."""
 
     place = LedgerPlace(
         name="host_work",

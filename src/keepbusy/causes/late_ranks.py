@@ -13,11 +13,11 @@ from keepbusy.causes.places import Where, by_place
 from keepbusy.timeline.model import NONE, Floats, Ints, Kind, Mask, Timeline
 
 UNEQUAL_TIMES = 1.1
-"""Device work is unequal where a rank has so many times as much of it as its peers."""
+"""Device work is unequal if a rank has so many times as much of it as its peers."""
 LATE_BY = 1_000_000
-"""A host is late in a stretch if it spends this much longer there than its peers."""
+"""A host is late in a section of the step if it spends this much longer there than its peers."""
 WORTH_NAMING = 0.2
-"""Ranks that are late by less than this share of the latest one are not worth a line."""
+"""Ranks that are late by less than this share of the latest one are not named."""
 
 
 class LatePeer(CauseKind):
@@ -35,42 +35,42 @@ class LatePeer(CauseKind):
 
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
         if len(inputs.timeline.ranks) > 1:
-            if stretches := host_stretches(inputs.timeline):
-                _cut_to_peers(inputs, builder, stretches)
+            if sections := host_sections(inputs.timeline):
+                _cut_to_peers(inputs, builder, sections)
             _share_device_work(inputs, builder)
 
     def what_happened(self, inputs: CauseInputs, finding: Finding) -> str:
-        late = sorted(one.rank for one in late_ranks(inputs, finding))
+        late = sorted(late_rank.rank for late_rank in late_ranks(inputs, finding))
         if not late:
-            who = "Ranks come"
+            subject = "Ranks come"
         elif len(late) == 1:
-            who = f"Rank {late[0]} comes"
+            subject = f"Rank {late[0]} comes"
         elif len(late) <= 4:
-            who = f"Ranks {', '.join(map(str, late[:-1]))} and {late[-1]} come"
+            subject = f"Ranks {', '.join(map(str, late[:-1]))} and {late[-1]} come"
         else:
-            who = f"{len(late)} ranks come"
+            subject = f"{len(late)} ranks come"
         if (inputs.timeline.spans.meeting == NONE).all():
-            return f"{who} late to the next collective, which was not recorded. The others wait there."
-        return f"{who} late to the collectives, and the others wait there."
+            return f"{subject} late to the next collective, which was not recorded. The others wait there."
+        return f"{subject} late to the collectives, and the others wait there."
 
 
-def _cut_to_peers(inputs: CauseInputs, builder: FindingBuilder, stretches: Stretches) -> None:
-    work, (ranks, places, steps) = inputs.timeline.spans.work, stretches.spent.shape
-    excess = stretches.usual - stretches.peers
-    for rank, place in np.argwhere(stretches.late).tolist():
+def _cut_to_peers(inputs: CauseInputs, builder: FindingBuilder, sections: HostSections) -> None:
+    work, (ranks, places, steps) = inputs.timeline.spans.work, sections.spent.shape
+    excess = sections.usual - sections.peers
+    for rank, place in np.argwhere(sections.late).tolist():
         for step in range(steps):
-            at = (rank * places + place) * steps + step
-            # the excess leaves the longest rows first: one long row is what a person would call late
-            rows = np.flatnonzero(stretches.of_row == at)
+            section = (rank * places + place) * steps + step
+            # the longest rows are cut first: one long row is what a person would call late
+            rows = np.flatnonzero(sections.of_row == section)
             rows = rows[np.argsort(-work[rows], kind="stable")]
             longer = np.cumsum(work[rows]) - work[rows]
-            taken = np.minimum(work[rows], np.maximum(excess[rank, place] - longer, 0)).astype(np.int64)
-            cut = taken > 0
-            builder.edit.work[rows[cut]] = (work[rows] - taken)[cut]
+            shortened = np.minimum(work[rows], np.maximum(excess[rank, place] - longer, 0)).astype(np.int64)
+            cut = shortened > 0
+            builder.edit.work[rows[cut]] = (work[rows] - shortened)[cut]
             builder.culprit[rows[cut]] = rows[cut]
-            # syncs that only the late rank makes go with what it does there
-            syncs = np.flatnonzero(stretches.of_sync == at)
-            everywhere = [(stretches.of_sync == (one * places + place) * steps + step).sum() for one in range(ranks)]
+            # syncs that only the late rank makes belong to its extra work
+            syncs = np.flatnonzero(sections.of_sync == section)
+            everywhere = [(sections.of_sync == (other * places + place) * steps + step).sum() for other in range(ranks)]
             if len(syncs) > np.median(everywhere):
                 builder.edit.drop_wait[syncs] = True
                 builder.edit.work[syncs] = 0
@@ -78,40 +78,40 @@ def _cut_to_peers(inputs: CauseInputs, builder: FindingBuilder, stretches: Stret
 
 
 def _share_device_work(inputs: CauseInputs, builder: FindingBuilder) -> None:
-    """Device work that is unequal is shared out, stretch by stretch: nobody has less to do altogether."""
-    spent, stretch = _device_work(inputs)
+    """Shares unequal device work among the ranks, section by section. The sum stays the same."""
+    spent, section_of_row = _device_work(inputs)
     mean = spent.sum(axis=1) / inputs.steps
     peers = np.array([np.median(np.delete(mean, rank)) for rank in range(len(mean))])
     late = mean > UNEQUAL_TIMES * peers
     if not late.any():
         return
-    rows = np.flatnonzero(stretch != NONE)
+    rows = np.flatnonzero(section_of_row != NONE)
     fair = spent.mean(axis=0, keepdims=True) / np.maximum(spent, 1.0)
-    builder.edit.scale[rows] = fair.ravel()[stretch[rows]]
-    is_late = late[stretch[rows] // spent.shape[1]]
+    builder.edit.scale[rows] = fair.ravel()[section_of_row[rows]]
+    is_late = late[section_of_row[rows] // spent.shape[1]]
     culprit = np.where(inputs.launch[rows] == NONE, rows, inputs.launch[rows])
     builder.culprit[rows[is_late]] = culprit[is_late]
-    builder.culprit[rows[~is_late]] = int(culprit[is_late][0])  # they change along with the late one's
+    builder.culprit[rows[~is_late]] = int(culprit[is_late][0])  # other ranks' work changes with the late rank's
 
 
 def _device_work(inputs: CauseInputs) -> tuple[Floats, Ints]:
-    """For each rank, and each stretch between collectives (or step), what its device has to do, collectives aside.
+    """For each rank and each section between collectives (or step), the work of its device without collectives.
 
-    And of each row its index in that table, NONE where it does not count.
+    And for each row its index in that table, NONE if it does not count.
     """
     timeline = inputs.timeline
-    spans, ranks, rank = timeline.spans, timeline.ranks, timeline.rank_of_rows
+    spans, ranks, rank_of_rows = timeline.spans, timeline.ranks, timeline.rank_of_rows
     meets = spans.meeting != NONE
     border = meets if borders_per_step(timeline, meets) else np.isin(np.arange(len(timeline)), timeline.marks)
-    width = max(int(np.count_nonzero(border & (rank == one))) for one in ranks) + 1
-    stretch = np.full(len(timeline), NONE, np.int64)
-    for index, one in enumerate(ranks):
-        place = np.cumsum(border & (rank == one))
-        of_rank = timeline.on_device & (spans.kind != Kind.COLLECTIVE) & (rank == one)
-        stretch[of_rank] = index * width + place[of_rank]
-    known = stretch != NONE
-    spent = np.bincount(stretch[known], spans.work[known], len(ranks) * width).astype(np.float64)
-    return spent.reshape(len(ranks), width), stretch
+    width = max(int(np.count_nonzero(border & (rank_of_rows == rank))) for rank in ranks) + 1
+    section_of_row = np.full(len(timeline), NONE, np.int64)
+    for index, rank in enumerate(ranks):
+        place = np.cumsum(border & (rank_of_rows == rank))
+        of_rank = timeline.on_device & (spans.kind != Kind.COLLECTIVE) & (rank_of_rows == rank)
+        section_of_row[of_rank] = index * width + place[of_rank]
+    counts = section_of_row != NONE
+    spent = np.bincount(section_of_row[counts], spans.work[counts], len(ranks) * width).astype(np.float64)
+    return spent.reshape(len(ranks), width), section_of_row
 
 
 @dataclass(frozen=True)
@@ -119,53 +119,54 @@ class LateRank:
     """A rank that its peers wait for."""
 
     rank: int
-    late: int  # how much later than its peers it arrives, a step
-    cause: str  # what it did meanwhile
+    late: int  # how much later than its peers it arrives, per step
+    cause: str  # what delays it
     where: Where
 
 
 def late_ranks(inputs: CauseInputs, finding: Finding) -> tuple[LateRank, ...]:
-    """Which ranks come late, by how much, and what they do meanwhile; the latest first."""
+    """Which ranks come late, by how much, and what delays them; the latest first."""
     excess = np.where(finding.culprit >= 0, finding.edit.saves(inputs.timeline.spans.work), 0)
-    rank = inputs.timeline.rank_of_rows
-    late = np.intersect1d(rank[finding.rows], rank[np.flatnonzero(excess)]).tolist()
-    found = [_late(inputs, finding, one, np.where(rank == one, excess, 0)) for one in late]
-    latest = max((one.late for one in found), default=0)
-    return tuple(sorted((one for one in found if one.late >= WORTH_NAMING * latest), key=lambda one: -one.late))
+    rank_of_rows = inputs.timeline.rank_of_rows
+    late = np.intersect1d(rank_of_rows[finding.rows], rank_of_rows[np.flatnonzero(excess)]).tolist()
+    candidates = [_late(inputs, finding, rank, np.where(rank_of_rows == rank, excess, 0)) for rank in late]
+    latest = max((candidate.late for candidate in candidates), default=0)
+    candidates.sort(key=lambda candidate: -candidate.late)
+    return tuple(candidate for candidate in candidates if candidate.late >= WORTH_NAMING * latest)
 
 
 def _late(inputs: CauseInputs, finding: Finding, rank: int, excess: Ints) -> LateRank:
-    """The place that loses most, were its rank like the others."""
+    """The rank with the place that delays it most."""
     rows = np.flatnonzero(excess)
     on_device = inputs.timeline.on_device[rows]
     computing = excess[rows[on_device]].sum() > excess[rows[~on_device]].sum()
     rows = rows[on_device == computing]
-    hosts = finding.culprit[rows]
-    of_host = np.bincount(hosts, excess[rows], len(excess))
-    places = by_place(inputs, np.unique(hosts), "peer_late")
-    worst = max(places, key=lambda place: of_host[places[place]].sum())
+    culprits = finding.culprit[rows]
+    excess_of_culprit = np.bincount(culprits, excess[rows], len(excess))
+    places = by_place(inputs, np.unique(culprits), "peer_late")
+    worst = max(places, key=lambda place: excess_of_culprit[places[place]].sum())
     ranks, late = len(inputs.timeline.ranks), excess[rows].sum() / inputs.steps
-    if computing:  # it would keep its share of what it does beyond the others
+    if computing:  # once the excess is shared out, the rank keeps its own share of it
         return LateRank(rank, int(late * ranks / (ranks - 1)), "computing", worst)
     return LateRank(rank, int(late), "host_work", worst)
 
 
 @dataclass(frozen=True, eq=False)
-class Stretches:
-    """For each rank, place in the step and step: the time that its host spent."""
+class HostSections:
+    """The time that each rank's host spent, by section of the step and by step."""
 
-    of_row: Ints  # index into the flattened table, or NONE where the row does not count
-    of_sync: Ints  # of each sync the stretch it stands in, NONE of other rows
-    spent: Floats  # rank, place, step
+    of_row: Ints  # index into the flattened table, or NONE if the row does not count
+    of_sync: Ints  # the same for syncs, NONE for other rows
+    spent: Floats  # rank, place in the step, step
 
     @property
     def usual(self) -> Floats:
-        """Of each rank and place, the median step."""
+        """The median step, by rank and place."""
         return np.median(self.spent, axis=2)
 
     @property
     def peers(self) -> Floats:
-        """Of each rank and place, what its peers spend there."""
+        """The median of the peers' time, by rank and place."""
         usual = self.usual
         return np.stack([np.median(np.delete(usual, rank, axis=0), axis=0) for rank in range(len(usual))])
 
@@ -180,8 +181,8 @@ class _Borders(NamedTuple):
     per_step: int
 
 
-def host_stretches(timeline: Timeline) -> Stretches | None:
-    """None where nothing shows that the ranks run the same program."""
+def host_sections(timeline: Timeline) -> HostSections | None:
+    """None if nothing shows that the ranks run the same program."""
     borders = _borders(timeline)
     if borders is None:
         return None
@@ -190,22 +191,22 @@ def host_stretches(timeline: Timeline) -> Stretches | None:
     of_row, of_sync = np.full(len(timeline), NONE, np.int64), np.full(len(timeline), NONE, np.int64)
     for index, rank in enumerate(timeline.ranks):
         of_rank = timeline.rank_of_rows == rank
-        # what follows the last border of a step belongs to the next one's first
+        # rows after the last border of a step belong to the first section of the next
         passed = np.cumsum(borders.rows[of_rank])
         step, place = np.divmod(np.minimum(passed, per_step * steps - 1), per_step)
-        stretch = (index * per_step + place) * steps + step
-        of_row[of_rank] = np.where(counted[of_rank], stretch, NONE)
-        of_sync[of_rank] = np.where(spans.kind[of_rank] == Kind.SYNC, stretch, NONE)
-    known = of_row != NONE
-    spent = np.bincount(of_row[known], spans.work[known], len(timeline.ranks) * per_step * steps).astype(np.float64)
-    return Stretches(of_row, of_sync, spent.reshape(len(timeline.ranks), per_step, steps))
+        section = (index * per_step + place) * steps + step
+        of_row[of_rank] = np.where(counted[of_rank], section, NONE)
+        of_sync[of_rank] = np.where(spans.kind[of_rank] == Kind.SYNC, section, NONE)
+    counts = of_row != NONE
+    spent = np.bincount(of_row[counts], spans.work[counts], len(timeline.ranks) * per_step * steps).astype(np.float64)
+    return HostSections(of_row, of_sync, spent.reshape(len(timeline.ranks), per_step, steps))
 
 
 def _borders(timeline: Timeline) -> _Borders | None:
-    """The finest borders of which every rank passes equally many in every step.
+    """The finest borders that every rank passes equally often in every step: launches, else collectives, else steps.
 
-    Launches, else collectives; and where ranks do not even meet equally often, whole steps, as long as all ranks
-    meet somewhere in the run (stages of a pipeline, which rightly differ, exchange messages two by two).
+    Steps count only if all ranks meet somewhere in the run. Stages of a pipeline do not: their work differs by design,
+    and they exchange messages two by two.
     """
     launching, meets = np.zeros(len(timeline), bool), timeline.spans.meeting != NONE
     launching[timeline.launches.source] = True

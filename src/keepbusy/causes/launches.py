@@ -11,7 +11,7 @@ from keepbusy.timeline.model import NONE, Kind
 
 
 class LaunchBound(CauseKind):
-    """Everything that a captured graph would not do again: launches, and the host work between them."""
+    """Everything that a captured graph does not repeat: launches, and the host work between them."""
 
     place = LedgerPlace(
         name="launch_bound",
@@ -28,12 +28,11 @@ class LaunchBound(CauseKind):
     is_residual = True
 
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
-        """Everything that a captured graph would not do again: launches, and the host work between them."""
         spans = inputs.timeline.spans
         commands = np.flatnonzero(inputs.launch != NONE)
         launches, line = inputs.launch[commands], inputs.innermost_line
-        # of a graph's launch there are many commands: those are captured already, and what its line launches besides
-        # fills the graph's inputs and takes its results out
+        # a launch with many commands is a graph's: these are captured already, and what its line launches besides
+        # fills the graph's inputs and copies its results
         of_graphs = np.bincount(launches)[launches] > 1
         lines = np.unique(line[launches[of_graphs]])
         feeds_graph = np.isin(line, lines[lines != NONE])

@@ -11,7 +11,7 @@ from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, FrameKind, In
 
 
 class MadeOnHost(CauseKind):
-    """Drawn or filled on the host, at most transformed elementwise, and sent to the device at once."""
+    """Tensors drawn or filled on the host, at most transformed elementwise, and sent to the device at once."""
 
     place = LedgerPlace(
         name="made_on_host",
@@ -25,35 +25,35 @@ class MadeOnHost(CauseKind):
 
     def find(self, inputs: CauseInputs, builder: FindingBuilder) -> None:
         spans = inputs.timeline.spans
-        copies = np.flatnonzero(
-            inputs.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES)
-        )
-        for copy in copies[inputs.launch[copies] != NONE].tolist():
-            made = _making(inputs, int(inputs.launch[copy]))
-            if len(made):
-                launch, sync = int(inputs.launch[copy]), int(inputs.sync_of_copy[copy])
-                leaves = np.array([*made, launch, copy, *([sync] if sync != NONE else [])], np.int64)
-                builder.edit.drop[leaves] = True
-                builder.culprit[leaves] = launch
+        is_inbound = inputs.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES)
+        for copy in np.flatnonzero(is_inbound & (inputs.launch != NONE)).tolist():
+            launch, sync = int(inputs.launch[copy]), int(inputs.sync_of_copy[copy])
+            rows = _making_rows(inputs, launch)
+            if len(rows):
+                dropped_rows = np.array([*rows, launch, copy, *([sync] if sync != NONE else [])], np.int64)
+                builder.edit.drop[dropped_rows] = True
+                builder.culprit[dropped_rows] = launch
 
 
-def _making(inputs: CauseInputs, launch: int) -> Ints:
-    """The rows before this launch in which its tensor was made; none if anything but making went on there. What Python
-    itself does at the line of the launch comes with any call."""
+def _making_rows(inputs: CauseInputs, launch: int) -> Ints:
+    """The rows before this launch in which its tensor was created; none if there is any other work among them. Python's
+    own work at the line of the launch does not count, since any call has some."""
     spans, frames, lane = inputs.timeline.spans, inputs.timeline.frames, inputs.timeline.spans.lane[launch]
 
     def called(row: int) -> tuple[int, int]:
-        """What the innermost operator does, and the name of the line; NONE where there is none."""
-        around = [*frames.around(int(spans.frame[row]))]
-        role = next((int(frames.role[one]) for one in around if frames.kind[one] == FrameKind.OPERATOR), NONE)
-        return role, next((int(frames.name[one]) for one in around if frames.kind[one] != FrameKind.OPERATOR), NONE)
+        """The role of the innermost operator, and the name of the innermost line; NONE if there is none."""
+        enclosing = [*frames.around(int(spans.frame[row]))]
+        operators = [frame for frame in enclosing if frames.kind[frame] == FrameKind.OPERATOR]
+        lines = [frame for frame in enclosing if frames.kind[frame] != FrameKind.OPERATOR]
+        role = int(frames.role[operators[0]]) if operators else NONE
+        return role, int(frames.name[lines[0]]) if lines else NONE
 
     _, line = called(launch)
     rows: list[int] = []
     row, makes = int(inputs.before[launch]), False
     while row != NONE and spans.kind[row] in (Kind.WORK, Kind.ALLOCATE) and spans.lane[row] == lane:
-        role, at = called(row)
-        if spans.work[row] >= PRICE_OF_A_CALL and (role != NONE or at != line or line == NONE):
+        role, line_of_row = called(row)
+        if spans.work[row] >= PRICE_OF_A_CALL and (role != NONE or line_of_row != line or line == NONE):
             if role == NONE or not role & (Role.MAKES | Role.SHAPES):
                 break
             makes |= bool(role & Role.MAKES)

@@ -1,4 +1,4 @@
-"""Where in the program a row of the timeline stands, no more exactly than the recording knows it."""
+"""Where in the program a row of the timeline belongs, as exactly as the recording shows it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from keepbusy.timeline.model import NONE, FrameKind, Ints, Kind, Mask, Timeline
 
 @dataclass(frozen=True)
 class Where:
-    """A place in the user's program, as exactly as the recording knows it."""
+    """A place in the user's program, as exactly as the recording shows it."""
 
     file: str = ""
     line: int = 0
     function: str = ""
-    exact: bool = False  # else the line is the function's, not the call's
+    exact: bool = False  # if not, the line is where the function begins
     operator: str = ""  # what it called: aten::item, cudaStreamSynchronize
-    around: str = ""  # without stacks: the annotation or operator around it and its neighbours
-    library: str = ""  # the library's frame, when the call stands inside one
+    around: str = ""  # without stacks: the annotation around it, or the operators before and after it
+    library: str = ""  # the library's frame, if the call is within one
 
     @staticmethod
     def of(place: str) -> Where:
-        """Of `train.py:31`, as the run's tree names places; of other words just these."""
+        """Reads `train.py:31`, as the run's tree names places. Other text becomes the file."""
         file, _, line = place.rpartition(":")
         return Where(file=file, line=int(line), exact=True) if line.isdecimal() else Where(file=place)
 
     @property
     def is_known(self) -> bool:
-        """Whether it is a line of the program, or within what the program calls by a name; else a call of CUDA's."""
+        """False for a bare call of CUDA, which is neither a line of the program nor in an annotation."""
         return bool(self.file) or self.around.startswith("in ")
 
     def __str__(self) -> str:
@@ -43,19 +43,19 @@ class Where:
 
 
 def named(fix: str, where: Sequence[Where]) -> str:
-    """A fix with its place, and how many more there are."""
+    """A fix with its first place, and how many more there are."""
     more = f" and {len(where) - 1} more" if len(where) > 1 else ""
     return f"{fix} at {where[0]}{more}" if where else fix
 
 
 ROWS_NEARBY = 400
-"""So many rows before and after one what stands beside it is looked for."""
+"""So many rows before and after a row are searched for its neighbours."""
 
 
 def place_of(timeline: Timeline, row: int, frame: int = NONE) -> Where:
-    """The user's own frame, with the library's beside it; without stacks the operator and what stands around it.
+    """The user's innermost frame, with the library's frame; without stacks the operator and its surroundings.
 
-    Of a row within `frame`, the place of that frame.
+    If `frame` is given, the place of that frame instead of the row's own.
     """
     chain = list(_frames_around(timeline, row) if frame == NONE else timeline.frames.around(frame))
     operator = _operator(timeline, row, chain) if frame == NONE else ""
@@ -66,7 +66,8 @@ def place_of(timeline: Timeline, row: int, frame: int = NONE) -> Where:
 
 
 def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
-    """From the inside out. On the backward thread it goes on where the forward part was called, else at the caller."""
+    """From the inside out. On other threads the frames of the forward operator follow, or else those of the main thread
+    at that time."""
     chain = list(timeline.frames.around(int(timeline.spans.frame[row])))
     yield from chain
     lane = timeline.spans.lane[row]
@@ -79,7 +80,7 @@ def _frames_around(timeline: Timeline, row: int) -> Iterator[int]:
 
 
 def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
-    """The frames around the forward operator that left this backward one to be done."""
+    """The frames around the forward operator that this backward operator belongs to."""
     frames = timeline.frames
     if frames.sequence[frame] < 0:
         return []
@@ -88,7 +89,7 @@ def _forward_of(timeline: Timeline, frame: int, main: int) -> list[int]:
 
 
 def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
-    """The name of the operator that the program called; of no operator, that of the call itself."""
+    """The name of the operator that the program called, or of the call itself if it called none."""
     names, frame = timeline.names, _called(timeline, chain)
     if frame != NONE:
         return names[timeline.frames.name[frame]]
@@ -96,7 +97,7 @@ def _operator(timeline: Timeline, row: int, chain: list[int]) -> str:
 
 
 def role_of_call(timeline: Timeline, row: int) -> int:
-    """What the same does."""
+    """The role of the operator that the program called, or of the call itself if it called none."""
     frame = _called(timeline, list(_frames_around(timeline, row)))
     return int(timeline.spans.role[row] if frame == NONE else timeline.frames.role[frame])
 
@@ -147,7 +148,7 @@ def _neighbour(timeline: Timeline, row: int, direction: int) -> str:
     near = slice(first, row if direction < 0 else first + ROWS_NEARBY)
     launches = np.flatnonzero((spans.lane[near] == spans.lane[row]) & (spans.kind[near] == Kind.LAUNCH)) + first
     around = (_outermost(timeline, other) for other in launches[::direction].tolist())
-    frame = next((one for one in around if one not in (own, NONE)), NONE)
+    frame = next((other for other in around if other not in (own, NONE)), NONE)
     return timeline.names[timeline.frames.name[frame]] if frame != NONE else ""
 
 
@@ -160,15 +161,15 @@ def _outermost(timeline: Timeline, row: int) -> int:
 
 
 def _counts_steps(timeline: Timeline, frame: int) -> bool:
-    """It is around all of a step, with the step's number in its name: no place of the program."""
+    """Whether it encloses a whole step and has the step's number in its name: that is no place of the program."""
     return bool(timeline.frames.role[frame] & Role.STEP)
 
 
 def by_place(inputs: CauseInputs, rows: Ints, cause: str = "") -> dict[Where, Ints]:
     """Rows by place. Rows reached along the same path of calls share one, so only one of them is looked up.
 
-    What makes a rank late is where it leaves the path of the others, if it does; work that needs a value is where that
-    is read; what the backward pass waits for because of a mask is where the mask is used.
+    A cause has its own idea of the place: a late rank is placed where it leaves the path of the others, work that needs
+    a value where that is read, and a wait of the backward pass for a mask where the mask is used.
     """
     spans, within = inputs.timeline.spans, np.full(len(rows), NONE)
     if cause in ("peer_late", "host_work"):
@@ -179,7 +180,7 @@ def by_place(inputs: CauseInputs, rows: Ints, cause: str = "") -> dict[Where, In
     _, first, which, count = np.unique(path, return_index=True, return_inverse=True, return_counts=True)
     groups = defaultdict[tuple[object, ...], list[Ints]](list)
     places: dict[tuple[object, ...], Where] = {}
-    for index in np.lexsort((first, -count)).tolist():  # of equal ones first what came first
+    for index in np.lexsort((first, -count)).tolist():  # the most frequent first, then the earliest
         place = place_of(inputs.timeline, int(shown[first[index]]), int(within[first[index]]))
         # one line of the program is one place, whichever operators it calls
         key = (place.file, place.line, place.function) if place.file else (place.around or place.operator,)
@@ -189,7 +190,7 @@ def by_place(inputs: CauseInputs, rows: Ints, cause: str = "") -> dict[Where, In
 
 
 def places_of_rows(timeline: Timeline) -> tuple[tuple[Where, ...], Ints, Ints]:
-    """Of each row the user's line around it and what was called there, each frame looked at once."""
+    """All places, and for each row the number of its place and the name of what was called there, or NONE."""
     frames, spans = timeline.frames, timeline.spans
     needed = np.zeros(len(frames) + 1, bool)
     up = np.unique(spans.frame)
@@ -198,7 +199,7 @@ def places_of_rows(timeline: Timeline) -> tuple[tuple[Where, ...], Ints, Ints]:
         up = np.unique(frames.parent[up])
     rows = np.flatnonzero(needed[:-1])
     operator = (frames.kind == FrameKind.OPERATOR) & (frames.role & Role.BACKWARD == 0)
-    # which frames are lines or functions of the user's own; one more place for no frame
+    # which frames are lines or functions of the user's own; one more entry for no frame
     is_user_line = np.isin(frames.kind, (FrameKind.PYTHON, FrameKind.LINE)) & (frames.owner == Owner.USER)
     line = np.append(is_user_line, False)
     user, called = np.full(len(frames) + 1, NONE, np.int64), np.full(len(frames) + 1, NONE, np.int64)
@@ -219,32 +220,33 @@ def places_of_rows(timeline: Timeline) -> tuple[tuple[Where, ...], Ints, Ints]:
     return tuple(number), place, call
 
 
-def _lines_of_forward(timeline: Timeline, rows: Ints, user: Ints, line: Mask) -> Ints:
-    """Of frames of the backward pass without a line: that of the forward operator which left it to be done."""
+def _lines_of_forward(timeline: Timeline, rows: Ints, user_frames: Ints, line: Mask) -> Ints:
+    """Adds the user's lines of frames in the backward pass: those of the forward operators that they belong to."""
     frames = timeline.frames
     numbered = np.flatnonzero(frames.sequence >= 0)
     mains = _main_lanes(timeline)
     forward = numbered[np.isin(frames.lane[numbered], list(mains.values()))]
     forward = forward[np.argsort(frames.sequence[forward], kind="stable")]
-    known = dict(zip(frames.sequence[forward].tolist(), forward.tolist(), strict=True))  # of several, the last one
-    found = user.copy()
-    for place in np.flatnonzero(user == NONE).tolist():
-        numbers = (int(frames.sequence[one]) for one in frames.around(int(rows[place])))
-        operator = next((known[number] for number in numbers if number in known), NONE)
-        found[place] = next((one for one in frames.around(operator) if line[one]), NONE)
-    return found
+    # of several forward operators with a number, the last one
+    forward_frames = dict(zip(frames.sequence[forward].tolist(), forward.tolist(), strict=True))
+    lines = user_frames.copy()
+    for index in np.flatnonzero(user_frames == NONE).tolist():
+        numbers = (int(frames.sequence[enclosing]) for enclosing in frames.around(int(rows[index])))
+        operator = next((forward_frames[number] for number in numbers if number in forward_frames), NONE)
+        lines[index] = next((enclosing for enclosing in frames.around(operator) if line[enclosing]), NONE)
+    return lines
 
 
 def _main_lanes(timeline: Timeline) -> Mapping[int, int]:
-    """Of each rank, the lane on which its iterations begin."""
+    """For each rank, the lane on which its iterations begin."""
     marks = timeline.marks
     lanes = timeline.spans.lane[marks].tolist()
     return {timeline.lanes[lane].rank: lane for lane in reversed(lanes)}
 
 
 def _at_the_same_time(timeline: Timeline, place: Ints, line: Mask, of_frame: Ints, number: dict[Where, int]) -> Ints:
-    """Rows of other host threads that have no line: what the main thread stood at when they began."""
-    spans, frames, found = timeline.spans, timeline.frames, place.copy()
+    """Adds the places of other host threads' rows without a line: where the main thread was when they began."""
+    spans, frames, places = timeline.spans, timeline.frames, place.copy()
     host = ~timeline.on_device & (place == NONE)
     for rank, main in _main_lanes(timeline).items():
         rows = np.flatnonzero(host & (timeline.rank_of_rows == rank) & (spans.lane != main))
@@ -252,19 +254,19 @@ def _at_the_same_time(timeline: Timeline, place: Ints, line: Mask, of_frame: Int
         on_main = on_main[np.argsort(frames.start[on_main], kind="stable")]
         if not len(rows) or not len(on_main):
             continue
-        at = np.searchsorted(frames.start[on_main], spans.start[rows], side="right") - 1
-        frame = np.where(at >= 0, on_main[np.maximum(at, 0)], NONE)
+        last = np.searchsorted(frames.start[on_main], spans.start[rows], side="right") - 1
+        frame = np.where(last >= 0, on_main[np.maximum(last, 0)], NONE)
         for _ in range(64):  # from the innermost that began before, out to one that is still open
             closed = (frame != NONE) & ((frames.end[frame] <= spans.start[rows]) | ~line[frame])
             if not closed.any():
                 break
             frame = np.where(closed, frames.parent[frame], frame)
-        for one in np.unique(frame[frame != NONE]).tolist():
-            of_frame[one] = number.setdefault(_place_of_frame(timeline, one), len(number))
-        found[rows] = of_frame[frame]
-    return found
+        for open_frame in np.unique(frame[frame != NONE]).tolist():
+            of_frame[open_frame] = number.setdefault(_place_of_frame(timeline, open_frame), len(number))
+        places[rows] = of_frame[frame]
+    return places
 
 
 def _place_of_frame(timeline: Timeline, frame: int) -> Where:
-    file, at, function = source_line(timeline.names[timeline.frames.name[frame]]) or ("", 0, "")
-    return Where(file, at, function, exact=bool(timeline.frames.kind[frame] == FrameKind.LINE))
+    file, line, function = source_line(timeline.names[timeline.frames.name[frame]]) or ("", 0, "")
+    return Where(file, line, function, exact=bool(timeline.frames.kind[frame] == FrameKind.LINE))

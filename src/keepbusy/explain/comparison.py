@@ -1,4 +1,4 @@
-"""Two runs held against each other: what changed, cause by cause, and whether it is more than noise."""
+"""Two runs compared: what changed, cause by cause, and whether it is more than noise."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction
 
 GONE, SMALLER, UNCHANGED, LARGER, NEW = "gone", "smaller", "unchanged", "larger", "new"
 _LEAST_NOISE = 0.01
-"""Of the longer step: two runs of one program differ by this much on the quietest machine."""
+"""A share of the longer step: two runs of one program differ by this much even on the quietest machine."""
 _TWO_SIDED = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Student's t for 19 of 20 cases, by degrees of freedom from 1 on."""
+"""Student's t for 19 of 20 cases, by degrees of freedom, beginning with 1."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class CauseChange:
     """One cause in both runs."""
 
     cause: str
-    verdict: str  # gone, smaller, unchanged, larger or new: of what fixing it gains
+    verdict: str  # whether what fixing it saves is gone, smaller, unchanged, larger or new
     predicted_gain: Change
     wait: Change
-    where: Where  # where it is; of one that is gone, where it was
+    where: Where  # where it is, or was if it is gone
 
 
 @dataclass(frozen=True)
 class FixOutcome:
-    """A fix of the plan before, and whether it was made: whether the plan after no longer asks for it there, and the
-    step has not become longer. Else it may be that something new stands in its way."""
+    """A fix of the plan before, and whether it was made: the plan after does not ask for it there, and the step is no
+    longer than before. If the step is longer, something new may only hide the need for the fix."""
 
     fix: PlannedFix
     made: bool
@@ -63,32 +63,32 @@ class Comparison:
     before: Diagnosis
     after: Diagnosis
     step: Change
-    ledger: Mapping[str, Change]  # places that either run has
+    ledger: Mapping[str, Change]  # the entries that either run has
     causes: tuple[CauseChange, ...]  # the largest change first
-    predicted: Prediction | None  # what the run before said of fixing exactly what is gone
+    predicted: Prediction | None  # what the run before predicted for fixing exactly the causes that are gone
     notes: tuple[str, ...]
     plan: tuple[FixOutcome, ...] = ()
     foretold: Prediction | None = None  # the step, by the fixes that were made
-    run: Change | None = None  # the whole run, where both were watched
+    run: Change | None = None  # the whole run, if both were watched
     run_foretold: int = 0
-    runs: tuple[int, int] = (1, 1)  # how many of the program before and of the one after
+    runs: tuple[int, int] = (1, 1)  # how many runs before and after
 
     @property
     def knows_runs_differ(self) -> bool:
-        """Whether it is known what runs of the same program differ by: more than one was given, or all are the same."""
+        """Whether the noise between runs of one program is known: several were given, or all are modelled."""
         return self.runs != (1, 1) or (self.before.is_modelled and self.after.is_modelled)
 
     @property
     def made(self) -> tuple[PlannedFix, ...]:
-        return tuple(one.fix for one in self.plan if one.made)
+        return tuple(outcome.fix for outcome in self.plan if outcome.made)
 
 
 def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence[Diagnosis]) -> Comparison:
-    """Hold the run after against the run before; of several runs of one program the one in the middle, with what they
-    differ by for its noise."""
-    befores, afters = ([one] if isinstance(one, Diagnosis) else [*one] for one in (before, after))
+    """Compares the run after with the run before. Several runs of one program count as their middle one, and their
+    differences as noise."""
+    befores, afters = ([side] if isinstance(side, Diagnosis) else [*side] for side in (before, after))
     before, after = _middle(befores), _middle(afters)
-    noise, runs = _noise_between(befores, afters), (len(befores), len(afters))
+    noise, counts = _noise_between(befores, afters), (len(befores), len(afters))
     ledger = {
         place: Change(before.ledger.get(place, 0), after.ledger.get(place, 0), noise)
         for place in LEDGER
@@ -105,7 +105,7 @@ def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence
     if before.run is not None and after.run is not None:
         longer = max(before.run.time, after.run.time)
         run = Change(before.run.time, after.run.time, round(_LEAST_NOISE * longer))
-    saved = sum(max(0, one.fix.run_gain) - one.fix.once for one in plan if one.made)
+    saved = sum(max(0, outcome.fix.run_gain) - outcome.fix.once for outcome in plan if outcome.made)
     return Comparison(
         before,
         after,
@@ -113,12 +113,12 @@ def compare(before: Diagnosis | Sequence[Diagnosis], after: Diagnosis | Sequence
         ledger,
         causes,
         _predicted(before, {change.cause for change in causes if change.verdict == GONE}),
-        tuple(_notes(before, after, runs)),
+        tuple(_notes(before, after, counts)),
         plan,
-        _by_what_was_made(before, [one.fix for one in plan if one.made]),
+        _by_what_was_made(before, [outcome.fix for outcome in plan if outcome.made]),
         run,
         run.before - saved if run else 0,
-        runs,
+        counts,
     )
 
 
@@ -127,8 +127,8 @@ def _middle(runs: Sequence[Diagnosis]) -> Diagnosis:
 
 
 def _noise_between(befores: Sequence[Diagnosis], afters: Sequence[Diagnosis]) -> int:
-    """What two runs of the same program differ by, in 19 of 20 cases: by its repeated runs where there are any, else by
-    what stretches of one run do. The first stretch is unlike the others in every run: there the host runs ahead."""
+    """How much two runs of the same program differ in 19 of 20 cases: judged by repeated runs, or else by parts of one
+    run. The first part differs in every run, since the host runs ahead there, so it is left out."""
     least = _LEAST_NOISE * max(run.plain_step for run in (*befores, *afters))
     free = len(befores) + len(afters) - 2
     if free:
@@ -143,24 +143,24 @@ def _noise_between(befores: Sequence[Diagnosis], afters: Sequence[Diagnosis]) ->
 
 
 def _asked_for(fix: PlannedFix, before: Diagnosis, after: Diagnosis) -> bool:
-    """At one of its functions, since lines move when a program is changed."""
+    """Whether the plan after asks for the fix in one of its functions. Lines move when a program is changed."""
     places, causes = _functions(fix, before), set(fix.causes)
-    return any(causes & set(one.causes) and places & _functions(one, after) for one in after.plan)
+    return any(causes & set(other.causes) and places & _functions(other, after) for other in after.plan)
 
 
 def _functions(fix: PlannedFix, run: Diagnosis) -> set[tuple[str, str]]:
-    """Of the script itself without its name: the changed one may have another."""
+    """File and function of each place. The script's own file is left out, since its copy may have another name."""
     scripts = {PurePath(source).name for source in run.sources}
     return {("" if PurePath(place.file).name in scripts else place.file, place.function) for place in fix.where}
 
 
 def _by_what_was_made(before: Diagnosis, made: Sequence[PlannedFix]) -> Prediction | None:
-    """Of a single fix it is known what it gains alone; several of them build on each other, so their gains add up."""
-    mine = [one for one in made if not one.loop]
-    if not mine:
+    """The step by the fixes that were made. One fix saves its `alone`; several build on each other, so gains add up."""
+    of_steps = [fix for fix in made if not fix.loop]
+    if not of_steps:
         return None
-    step = before.plain_step - (mine[0].alone if len(mine) == 1 else sum(one.gain for one in mine))
-    last = mine[-1].predicted
+    step = before.plain_step - (of_steps[0].alone if len(of_steps) == 1 else sum(fix.gain for fix in of_steps))
+    last = of_steps[-1].predicted
     return Prediction(step, step - (last.step - last.low), step + (last.high - last.step))
 
 
@@ -175,7 +175,7 @@ def _causes(before: Diagnosis, after: Diagnosis, ledger: Mapping[str, Change], n
 
 
 def _gain(run: Diagnosis, cause: Cause | None) -> int:
-    """What fixing it is predicted to save. The wait alone would miss what is copied in line."""
+    """What fixing it is predicted to save. The wait alone leaves out copies on the computing stream."""
     return max(0, run.plain_step - cause.predicted.step) if cause else 0
 
 
@@ -187,19 +187,19 @@ def _verdict(was: bool, now: bool, gain: Change) -> str:
     return SMALLER if now else GONE
 
 
-def _predicted(before: Diagnosis, gone: set[str]) -> Prediction | None:
-    """A prediction is held against the measurement where one was made: of one cause, or of all that was asked."""
+def _predicted(before: Diagnosis, gone_causes: set[str]) -> Prediction | None:
+    """The prediction for fixing exactly these causes, if there is one: for a single cause, or for all together."""
     together = set(before.fixed) or {cause.cause for cause in before.causes}
-    if gone and gone == together:
+    if gone_causes and gone_causes == together:
         return before.predicted
-    return next((cause.predicted for cause in before.causes if {cause.cause} == gone), None)
+    return next((cause.predicted for cause in before.causes if {cause.cause} == gone_causes), None)
 
 
 def _notes(before: Diagnosis, after: Diagnosis, runs: tuple[int, int]) -> Iterator[str]:
     if not (before.plain_given and after.plain_given):
-        one = "before" if after.plain_given else "after"
-        neither = not before.plain_given and not after.plain_given
-        unknown = "of neither run is known" if neither else f"of the run {one} is not known"
+        unknown = "of neither run is known"
+        if before.plain_given or after.plain_given:
+            unknown = f"of the run {'after' if before.plain_given else 'before'} is not known"
         yield (
             f"The plain step {unknown}, so these times include the profiler's own cost. "
             "Save both runs with --plain-step for a fair comparison."

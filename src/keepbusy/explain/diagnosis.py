@@ -1,6 +1,6 @@
-"""What an explanation says. Plain data, of which reports are made; only who draws the turns asks for them too.
+"""The result of `explain`: plain data from which reports are made.
 
-Times are nanoseconds a step, of the plain step (the run without a profiler).
+Times are nanoseconds per plain step (a step of the run without a profiler).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from keepbusy.timeline.run_facts import Cluster, CutShort, Part, PlainRun
 COMPUTING, COPYING, WIRE = tuple(LEDGER)[:3]
 CAUSES = tuple(LEDGER)[3:]
 UNFIXABLE = tuple(cause for cause in CAUSES if cause not in KINDS)
-"""Causes that no edit of a timeline takes away."""
+"""Causes that no edit of a timeline removes."""
 RESIDUAL = tuple(cause for cause, kind in KINDS.items() if kind.is_residual)
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place, how often a step it is met, and the wait it is to blame for."""
+    """One place, how often per step it is reached, and the wait it is to blame for."""
 
     where: Where
     count: float
@@ -39,7 +39,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step that nobody has run yet, with its range."""
+    """The predicted duration of a step, with its range."""
 
     step: int
     low: int
@@ -48,19 +48,19 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why the GPU waits, what that costs, and what fixing it would give."""
+    """Why the GPU waits, what that costs, and what fixing it would save."""
 
     cause: str
-    wait: int  # what fixing it alone takes away; two causes may share a wait, in the ledger each stands once
-    count: float  # occurrences a step
+    wait: int  # what fixing it alone removes; two causes may share a wait, which the ledger counts once
+    count: float  # occurrences per step
     sites: tuple[Site, ...]  # the costliest first
-    what: str  # one sentence with its figures: what happened
+    what: str  # one sentence with figures: what happened
     fix: str  # the fix's name, as the plan calls it
     advice: str  # one sentence: what to do
     remedy: str  # one line of code
     api: str  # dotted name of what the remedy uses: keepbusy.prefetch, torch.cuda.graph
     predicted: Prediction  # the step once this cause alone is fixed everywhere
-    same_wait_as: str = ""  # a cause before it whose fixing recovers the same wait: to fix one is enough
+    same_wait_as: str = ""  # an earlier cause with the same wait: fixing one of the two is enough
 
     @property
     def where(self) -> Where:
@@ -69,44 +69,44 @@ class Cause:
 
 @dataclass(frozen=True)
 class Harmless:
-    """What was seen and costs nothing here."""
+    """A cause at a place where it costs nothing."""
 
     cause: str
     where: Where
     count: float
     why: str  # one sentence: "the step is launch-bound, so the host would not have been ahead anyway"
-    gain: int = 0  # what fixing the cause alone would give; less than the noise
-    held: int = 0  # how long Python was held there, a step
+    gain: int = 0  # what fixing the cause alone would save; less than the noise
+    held: int = 0  # how long Python was blocked there, per step
 
 
 @dataclass(frozen=True)
 class PlannedFix:
-    """A remedy at its place, as the plan names it: after it and all before it of its turns one takes `predicted`."""
+    """A remedy at its places. With it and all fixes before it, an iteration of its loop takes `predicted`."""
 
     fix: str  # prefetch, readback, graph, ...
     where: tuple[Where, ...]  # the lines that it changes, the costliest first
     causes: tuple[str, ...]
-    gain: int  # a turn, on top of all fixes before it
+    gain: int  # what it saves per iteration, on top of all fixes before it
     predicted: Prediction
-    alone: int  # what it would gain by itself
-    run_gain: int = NONE  # what it saves the whole run, where that is known
-    once: int = 0  # what it costs the run once, of a graph: its capture, and its comparisons with the step
-    needs: tuple[str, ...] = ()  # fixes without which it gains nothing
-    instead: tuple[str, ...] = ()  # fixes of the same wait: either of them
+    alone: int  # what it would save by itself
+    run_gain: int = NONE  # what it saves the whole run, if that is known
+    once: int = 0  # what it costs the run once, such as a graph's capture and its comparisons with the step
+    needs: tuple[str, ...] = ()  # fixes without which it saves nothing
+    instead: tuple[str, ...] = ()  # fixes of the same wait, any of which would do
     advice: str = ""
     code: str = ""
     api: str = ""
-    blockers: tuple[Where, ...] = ()  # lines that stand in the way of a better fix, such as reads within a graph
-    edit: Edit | None = field(default=None, compare=False, repr=False)  # what it changes in the turns explained
-    reason: str = ""  # a sentence with its figures, where only the plan tells why
-    loop: str = ""  # of another loop than that of the steps: where it stands
+    blockers: tuple[Where, ...] = ()  # lines that prevent a better fix, such as reads within a graph
+    edit: Edit | None = field(default=None, compare=False, repr=False)  # what it changes in the explained iterations
+    reason: str = ""  # a sentence with figures, if only the plan knows the reason
+    loop: str = ""  # the place of its loop, if that is not the loop of the steps
     late: tuple[LateRank, ...] = ()  # the ranks that the others wait for
-    captured: tuple[CapturedLines, ...] = ()  # of a graph: what it holds, first the function that launches most
+    captured: tuple[CapturedLines, ...] = ()  # a graph's lines, first the function that launches most
 
     @property
     def first(self) -> str:
-        """Of its needs the one that a person has to meet before this can be made: `create_on_gpu at train.py:31`."""
-        return next((one for one in self.needs if one.startswith("create_on_gpu")), "")
+        """The need that a person has to fulfil before this fix is possible: `create_on_gpu at train.py:31`."""
+        return next((need for need in self.needs if need.startswith("create_on_gpu")), "")
 
     @property
     def named(self) -> str:
@@ -114,13 +114,13 @@ class PlannedFix:
 
     @property
     def is_beside_steps(self) -> bool:
-        """Whether it is no part of every step, so that its gain is one of the run: it stands in another loop."""
+        """Whether it is in another loop than the steps, so that only its gain in the whole run counts."""
         return bool(self.loop)
 
 
 @dataclass(frozen=True)
 class LoopDiagnosis:
-    """Another loop of the run, and its turns explained as steps are."""
+    """Another loop of the run, with its iterations explained as steps."""
 
     place: str
     turns: int
@@ -128,7 +128,7 @@ class LoopDiagnosis:
 
 
 class Gaps(NamedTuple):
-    """When a GPU has nothing to do, and the command that ends each gap."""
+    """When a GPU is idle, and the command that ends each gap."""
 
     start: Ints
     end: Ints
@@ -137,41 +137,41 @@ class Gaps(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Turns:
-    """Whole turns without their recorder, for who draws them: where each span belongs in the program, why each gap is.
+    """Whole iterations without their recorder, to be drawn: the line of each span, and the cause of each gap.
 
-    Columns have a place for each row of the timeline. A gap has the cause whose fix takes most of it away. That is a
-    picture's truth: the sums are in the ledger, where waits that two causes share are counted once.
+    Columns have an entry for each row of the timeline. A gap has the one cause whose fix removes most of it. The ledger
+    has the sums, and counts waits once that two causes share.
     """
 
     timeline: Timeline
-    ratio: float  # of the plain step to what the unchanged timeline replays to
+    ratio: float  # the plain step divided by the step that the unchanged timeline replays to
     places: tuple[Where, ...]  # lines of the program
-    place: Ints  # which of them each row belongs to, or NONE
+    place: Ints  # the index in `places`, or NONE
     call: Ints  # the name of what the program called there, or NONE
-    cause: Ints  # of the command that ends a gap: which of CAUSES the gap has
-    rest: Ints  # which of them what is left of it has once that one is fixed
-    culprit: Ints  # of the same command: the row to blame, or NONE
-    aside: Ints  # of a copy or a collective that should run beside the compute: which of CAUSES says so
+    cause: Ints  # for a command that ends a gap: the gap's cause, as an index in CAUSES
+    rest: Ints  # for the same command: the cause of what remains of the gap once that one is fixed
+    culprit: Ints  # for the same command: the row to blame, or NONE
+    aside: Ints  # for a copy or collective that should overlap with computing: the cause, as an index in CAUSES
 
     def gaps(self, rank: int, row: Ints, start: Ints, end: Ints) -> Gaps:
-        """Where a rank's GPU has nothing to do, if these rows run at these times."""
+        """When a rank's GPU is idle, if these rows run at these times."""
         spans = self.timeline.spans
-        mine = (self.timeline.on_device & (self.timeline.rank_of_rows == rank))[row]
-        row, end = row[mine], end[mine]
-        start = at_work_from(spans.kind[row], start[mine], end, spans.work[row])
+        rows_of_rank = (self.timeline.on_device & (self.timeline.rank_of_rows == rank))[row]
+        row, end = row[rows_of_rank], end[rows_of_rank]
+        start = at_work_from(spans.kind[row], start[rows_of_rank], end, spans.work[row])
         order = np.argsort(start, kind="stable")
         row, start, reached = row[order], start[order], np.maximum.accumulate(end[order])
-        found = start[1:] > reached[:-1]
-        return Gaps(reached[:-1][found], start[1:][found], row[1:][found])
+        is_gap = start[1:] > reached[:-1]
+        return Gaps(reached[:-1][is_gap], start[1:][is_gap], row[1:][is_gap])
 
     def blame(self, row: int) -> tuple[str, Where | None]:
-        """Of the gap that a command ends: its cause, and the line to blame where that is known."""
+        """The cause of the gap that a command ends, and the line to blame if that is known."""
         culprit, cause = int(self.culprit[row]), int(self.cause[row])
         place = int(self.place[culprit]) if culprit != NONE else NONE
         return CAUSES[cause] if cause != NONE else "unknown", self.places[place] if place != NONE else None
 
     def edit_of(self, fix: PlannedFix) -> Edit | None:
-        """What the fix changes in these turns: nothing, where it is a fix of others."""
+        """What the fix changes in these iterations. None for a fix in another loop."""
         edit = fix.edit
         if edit is None or fix.is_beside_steps or len(edit.drop) != len(self.timeline):
             return None
@@ -183,63 +183,61 @@ class Diagnosis:
     """A run explained. The ledger sums to the plain step."""
 
     plain_step: int
-    plain_given: bool  # measured without a profiler, by the user; else the trace's own step stands in for it
+    plain_given: bool  # whether the plain step was measured without a profiler; if not, it is the trace's own step
     traced_step: int
     steps: int  # whole steps in the window
-    ledger: Mapping[str, int]  # those of its places that are not zero
+    ledger: Mapping[str, int]  # entries that are not zero
     causes: tuple[Cause, ...]  # by predicted gain, largest first
     harmless: tuple[Harmless, ...]
-    predicted: Prediction  # the step once all causes are fixed, or the ones asked for
-    noise: int  # below this, no gain is claimed
+    predicted: Prediction  # the step once all causes are fixed, or those of `--what-if`
+    noise: int  # no smaller gain is claimed
     ranks: tuple[int, ...] = (0,)
     late: tuple[LateRank, ...] = ()
     fixed: tuple[str, ...] = ()  # the causes that `--what-if` named
     device: str = ""  # "NVIDIA H200"
     sources: tuple[str, ...] = ()
     command: tuple[str, ...] = ()  # what follows `keepbusy run` to run it again
-    folder: str = ""  # where it was begun: places in files count from there
+    folder: str = ""  # the working directory of the run, to which paths are relative
     notes: tuple[str, ...] = field(default_factory=tuple)  # what the reader should know, a sentence each
-    plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks tell of the whole run
-    one_turn: bool = False  # a script without steps: what is said of a step is said of the script
+    plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks show of the whole run
+    one_turn: bool = False  # a script without steps, whose one "step" is the whole script
     plan: tuple[PlannedFix, ...] = ()  # in the order in which to do them
-    run: Part | None = None  # the whole run, where it was watched
-    cluster: Cluster | None = None  # all ranks, where only some of them were kept whole
-    run_steps: int = 0  # that the run took, where each of them was recorded: on a virtual GPU
-    loop: str = ""  # whose turns the steps are, where the run's tree knows it: file:line
-    loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were looked at
-    cut_short: CutShort | None = None  # what ended the run before its own end
-    races: tuple[DataRace, ...] = ()  # uses of memory that nothing orders, where the run was virtual
-    stretches: tuple[int, ...] = ()  # the median step of each of some equal parts of the run, in their order
-    is_modelled: bool = False  # its times are the same in every run
-    turns: Turns | None = field(default=None, compare=False, repr=False)  # where somebody wants to draw them
-    draw: Callable[[], Turns] | None = field(default=None, compare=False, repr=False)  # for who wants to later
+    run: Part | None = None  # the whole run, if it was watched
+    cluster: Cluster | None = None  # all ranks, if only some were kept whole
+    run_steps: int = 0  # the steps of the whole run, if each was recorded: on a virtual GPU
+    loop: str = ""  # the place of the loop of the steps, if the run's tree has it: file:line
+    loops: tuple[LoopDiagnosis, ...] = ()  # other loops that were explained
+    cut_short: CutShort | None = None  # what ended the run early
+    races: tuple[DataRace, ...] = ()  # uses of memory that nothing orders, found in virtual runs
+    stretches: tuple[int, ...] = ()  # the median step in equal parts of the run, in order
+    is_modelled: bool = False  # whether its times are the same in every run
+    turns: Turns | None = field(default=None, compare=False, repr=False)  # what drawing needs, if it was requested
+    draw: Callable[[], Turns] | None = field(default=None, compare=False, repr=False)  # computes that later
 
     def _repr_html_(self) -> str | None:
-        import keepbusy  # which knows how all rooms work together; only a notebook asks
+        import keepbusy  # here, since keepbusy imports this room
 
         return keepbusy.in_a_notebook(self)
 
     def with_turns(self) -> Diagnosis:
-        """The same, to be drawn: also its other loops."""
-        loops = tuple(replace(one, diagnosis=one.diagnosis.with_turns()) for one in self.loops)
+        """The same with what drawing needs, also for its other loops."""
+        loops = tuple(replace(loop, diagnosis=loop.diagnosis.with_turns()) for loop in self.loops)
         return replace(self, turns=self.turns or (self.draw() if self.draw else None), loops=loops)
 
     def usual_of(self, loop: str) -> int:
-        """What an iteration of a loop of the run's tree usually takes; 0 where nobody counted."""
+        """The usual duration of an iteration of a loop in the run's tree; 0 if it was not counted."""
         part = self.run.loop_at(loop) if self.run is not None and loop else None
         return max(0, part.usual) if part is not None else 0
 
     @property
     def given(self) -> tuple[int, ...]:
-        """All ranks that were read, also those of which little was kept."""
-        return self.ranks if self.cluster is None else tuple(one.rank for one in self.cluster.ranks)
+        """All ranks that were read, also those of which only figures were kept."""
+        return self.ranks if self.cluster is None else tuple(rank.rank for rank in self.cluster.ranks)
 
     @property
     def steps_of_run(self) -> int:
-        """How many steps the whole run took: what a fix gains in each it gains so many times.
-
-        Where what was recorded is not like them, what is said of it holds of no more than these steps themselves.
-        """
+        """How many steps a fix applies to: those of the whole run, or only the recorded ones if these are not like the
+        others."""
         runs = [self.plain_runs[rank] for rank in self.ranks if rank in self.plain_runs]
         if runs and not self.plain_given:
             return self.steps

@@ -1,14 +1,14 @@
-"""The plan: what to do first, what then, and where the step stands after each.
+"""The plan: what to do first, what next, and how long the step is after each.
 
-What is predicted is a fix at a place, not a cause. Two waits behind one another gain nothing alone and everything
-together, so sets of fixes are replayed, not only single ones; and only what gains nothing in any set costs nothing.
+Fixes at places are predicted, not causes. Of two waits that overlap, removing one saves nothing and removing both saves
+everything, so sets of fixes are replayed. Only what saves nothing in any set costs nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, combinations
 from typing import Any, TypeAlias
@@ -31,79 +31,79 @@ from keepbusy.timeline.replay import MOST_ROWS
 
 Plan = tuple[PlannedFix, ...]
 LARGEST_SET = 3
-"""Fixes that are tried together. Of more nobody would know which to begin with."""
+"""So many fixes are tried together. With more a reader would not know where to begin."""
 CANDIDATES = 9
 PLACES_APART = 3
-"""Of one remedy, so many places are fixes of their own; what is left is one more."""
+"""So many places of one remedy are fixes of their own. The others together are one more."""
 REPLAYED_ROWS = 4_000_000
-"""In all: some seconds."""
+"""In the whole search, which takes some seconds."""
 AS_GOOD = 0.8
-"""A fix that would save this share of what the chosen one saves, and little beyond it, could stand in its place."""
+"""A fix that saves this share of what the chosen one saves, and little on top of it, is an alternative to it."""
 
 Fixes: TypeAlias = frozenset[Candidate]
 
 
-def plan_of(inputs: CauseInputs, forecast: Forecast, found: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
+def plan_of(inputs: CauseInputs, forecast: Forecast, findings: Mapping[str, Finding]) -> tuple[PlannedFix, ...]:
     """Fixes in the order in which to do them."""
-    search = Search.of(forecast, candidates(inputs, found))
-    done, plan = Fixes(), list[PlannedFix]()
-    while len(plan) < CANDIDATES:
-        chosen = search.best_set(done)
-        if not chosen:
-            break
+    search = Search.of(forecast, candidates(inputs, findings))
+    planned, plan = Fixes(), list[PlannedFix]()
+    while len(plan) < CANDIDATES and (chosen := search.best_set(planned)):
         chosen = search.with_joined(chosen)
-        goes_first = any(one.fix.name == "graph" for one in chosen) and any(one.blocks_capture for one in chosen)
-        for one in search.in_order_of_gain(chosen, done):
-            before, done = search.gain(done), done | {one}
-            gained = search.gain(done) - before
-            if gained > forecast.noise or not goes_first:  # else it is named with the graph
-                plan.append(search.planned(one, done, gained, chosen))
+        captures = any(candidate.fix.name == "graph" for candidate in chosen)
+        goes_first = captures and any(candidate.blocks_capture for candidate in chosen)
+        for candidate in search.in_order_of_gain(chosen, planned):
+            before, planned = search.gain(planned), planned | {candidate}
+            gained = search.gain(planned) - before
+            if gained > forecast.noise or not goes_first:  # else it is among the needs of the graph
+                plan.append(search.as_planned(candidate, planned, gained, chosen))
     return tuple(plan)
 
 
 @dataclass(eq=False)
 class Search:
-    """Sets of fixes, replayed; each set once, and in all no more than some seconds."""
+    """Sets of fixes, each replayed once, in no more than some seconds altogether."""
 
     forecast: Forecast
     candidates: list[Candidate]
-    _whole: dict[Fixes, int] = field(default_factory=dict)
-    _left: int = 0
+    _gains: dict[Fixes, int] = field(default_factory=dict)
+    _replays_left: int = 0
 
     @staticmethod
-    def of(forecast: Forecast, found: Sequence[Candidate]) -> Search:
+    def of(forecast: Forecast, candidates: Sequence[Candidate]) -> Search:
         each = max(1, min(MOST_ROWS, 12 * len(forecast.plain.timeline)))
-        search = Search(forecast, list(found), _left=max(24, REPLAYED_ROWS // each))
-        best = sorted(found, key=lambda one: -search.gain(frozenset([one])))[:CANDIDATES]
+        search = Search(forecast, list(candidates), _replays_left=max(24, REPLAYED_ROWS // each))
+        best = sorted(candidates, key=lambda candidate: -search.gain(frozenset([candidate])))[:CANDIDATES]
         search.candidates = search.in_order(best)
         return search
 
     def in_order(self, fixes: Collection[Candidate]) -> list[Candidate]:
-        return [one for one in self.candidates if one in fixes]
+        return [candidate for candidate in self.candidates if candidate in fixes]
 
     def with_joined(self, chosen: Fixes) -> Fixes:
-        """The same fix at several places, which gains nothing at one of them alone, is one fix."""
+        """Joins the same fix at several places into one, if it saves nothing at any of them alone."""
         by_fix = defaultdict[str, list[Candidate]](list)
-        for one in self.in_order(chosen):
-            if self.gain(frozenset([one])) <= self.forecast.noise:
-                by_fix[one.fix.name].append(one)
+        for candidate in self.in_order(chosen):
+            if self.gain(frozenset([candidate])) <= self.forecast.noise:
+                by_fix[candidate.fix.name].append(candidate)
         for same in by_fix.values():
             if len(same) > 1:
                 joined = reduce(Candidate.joined, same)
-                self.candidates = [joined if one is same[0] else one for one in self.candidates if one not in same[1:]]
+                self.candidates[self.candidates.index(same[0])] = joined
+                self.candidates = [candidate for candidate in self.candidates if candidate not in same]
                 chosen = chosen.difference(same) | {joined}
         return chosen
 
-    def in_order_of_gain(self, chosen: Fixes, done: Fixes) -> list[Candidate]:
-        """What gains most first. To capture launches and to take away what waits between them is one step."""
-        waits = [one for one in self.in_order(chosen) if one.blocks_capture]
-        steps = [[*waits, one] if one.fix.name == "graph" else [one] for one in self.in_order(chosen)]
-        steps.sort(key=lambda step: -self.gain(done.union(step)))
+    def in_order_of_gain(self, chosen: Fixes, planned: Fixes) -> list[Candidate]:
+        """The largest gain first. Capturing launches and removing the waits between them is one step."""
+        ordered = self.in_order(chosen)
+        waits = [candidate for candidate in ordered if candidate.blocks_capture]
+        steps = [[*waits, candidate] if candidate.fix.name == "graph" else [candidate] for candidate in ordered]
+        steps.sort(key=lambda step: -self.gain(planned.union(step)))
         return list(dict.fromkeys(chain.from_iterable(steps)))
 
     def gain(self, fixes: Fixes) -> int:
-        """What is expected: of what an edit gains on top of the others, the share that its fix gives."""
-        part = next((one for one in self.in_order(fixes) if one.share < 1), None)
+        """The expected gain. A fix with a share below 1 counts with that share of what its edit adds to the others."""
+        part = next((candidate for candidate in self.in_order(fixes) if candidate.share < 1), None)
         if part is None:
             return self._at_best(fixes)
         others = fixes - {part}
@@ -112,121 +112,123 @@ class Search:
     def _at_best(self, fixes: Fixes) -> int:
         if not fixes:
             return 0
-        if fixes not in self._whole:
-            self._left -= 1
-            self._whole[fixes] = self.forecast.gain(self._edit_of(fixes, lambda one: one.edit))
-        return self._whole[fixes]
+        if fixes not in self._gains:
+            self._replays_left -= 1
+            self._gains[fixes] = self.forecast.gain(self._edit_of(fixes, lambda candidate: candidate.edit))
+        return self._gains[fixes]
 
     def _edit_of(self, fixes: Fixes, edit: Callable[[Candidate], Edit]) -> Edit:
-        return Edit.of([edit(one) for one in self.in_order(fixes)], self.forecast.plain.timeline)
+        return Edit.of([edit(candidate) for candidate in self.in_order(fixes)], self.forecast.plain.timeline)
 
     def predict(self, fixes: Fixes) -> Prediction:
-        """From all that the edits give to what they give without those that may give nothing."""
-        plain, edits = self.forecast.plain, [self._edit_of(fixes, lambda one: one.edit)]
-        if any(one.bounds for one in fixes):
+        """The step with these fixes. The range ends at the step without the fixes that may save nothing."""
+        plain, edits = self.forecast.plain, [self._edit_of(fixes, lambda candidate: candidate.edit)]
+        if any(candidate.bounds for candidate in fixes):
             edits += [self._edit_of(fixes, Candidate.at_best), self._edit_of(fixes, Candidate.at_worst)]
-        best, *others = map(self.forecast.predict, edits)
-        best = replace(best, low=min(one.low for one in (best, *others)), high=max(one.high for one in (best, *others)))
-        sure = frozenset(one for one in fixes if not one.fix.is_uncertain)
+        predictions = [self.forecast.predict(edit) for edit in edits]
+        low, high = min(each.low for each in predictions), max(each.high for each in predictions)
+        sure = frozenset(candidate for candidate in fixes if not candidate.fix.is_uncertain)
         step = plain.step - self.gain(fixes)
-        high = self.predict(sure).high if sure != fixes else min(plain.step, step + best.high - best.step)
-        return Prediction(step, min(best.low, step), max(step, high))
+        high = self.predict(sure).high if sure != fixes else min(plain.step, step + high - predictions[0].step)
+        return Prediction(step, min(low, step), max(step, high))
 
-    def best_set(self, done: Fixes) -> Fixes:
-        """What may gain nothing comes last."""
-        return self._best_of(done, uncertain=False) or self._best_of(done, uncertain=True)
+    def best_set(self, planned: Fixes) -> Fixes:
+        """The next fixes to plan. Fixes that may save nothing come last."""
+        return self._best_of(planned, uncertain=False) or self._best_of(planned, uncertain=True)
 
-    def _best_of(self, done: Fixes, uncertain: bool) -> Fixes:
-        """On top of what is done: what gains most for the least change. Each fix has to gain more than the noise.
+    def _best_of(self, planned: Fixes, uncertain: bool) -> Fixes:
+        """The set that saves most on top of what is planned, with the least change. Each fix must save more than noise.
 
-        Small sets are tried from below. From above, all that makes no difference leaves: more may stand behind one
-        another than can be tried in all combinations.
+        Small sets are tried in all combinations. Larger ones are found from above, by dropping fixes that make no
+        difference from the set of all.
         """
-        noise, before = self.forecast.noise, self.gain(done)
-        rest = [one for one in self.candidates if one not in done and (uncertain or not one.fix.is_uncertain)]
-        everything = self.gain(done.union(rest)) - before
+        noise, before = self.forecast.noise, self.gain(planned)
+        rest = [candidate for candidate in self.candidates if candidate not in planned]
+        rest = [candidate for candidate in rest if uncertain or not candidate.fix.is_uncertain]
+        everything = self.gain(planned.union(rest)) - before
         if everything <= noise:
             return frozenset()
         gained: dict[Fixes, int] = {}
         worth: dict[Fixes, int] = {}
-        alone = [frozenset([one]) for one in rest]
-        for some in chain(alone, self._larger_sets(rest, done, worth, everything)):
-            whole = self._with_what_it_needs(some, done)
-            if any(_is_made_by(one, done | whole) for one in done | whole):
+        alone = [frozenset([candidate]) for candidate in rest]
+        for fixes in chain(alone, self._larger_sets(rest, planned, worth, everything)):
+            needed = self._with_what_it_needs(fixes, planned)
+            if any(_is_made_by(candidate, planned | needed) for candidate in planned | needed):
                 continue
-            gained[whole] = self.gain(done | whole) - before
-            worth[whole] = gained[whole] - noise * len(whole)
-        best = max(worth, key=lambda some: worth[some], default=frozenset())
+            gained[needed] = self.gain(planned | needed) - before
+            worth[needed] = gained[needed] - noise * len(needed)
+        best = max(worth, key=lambda fixes: worth[fixes], default=frozenset())
         good = [
-            some
-            for some in worth
-            if worth[some] >= AS_GOOD * worth[best]
-            or (_generality(some) < _generality(best) and gained[some] >= AS_GOOD * gained[best])
+            fixes
+            for fixes in worth
+            if worth[fixes] >= AS_GOOD * worth[best]
+            or (_generality(fixes) < _generality(best) and gained[fixes] >= AS_GOOD * gained[best])
         ]
-        good = [some for some in good if worth[some] > 0]
-        return min(good, key=lambda some: (_generality(some), -worth[some]), default=frozenset())
+        good = [fixes for fixes in good if worth[fixes] > 0]
+        return min(good, key=lambda fixes: (_generality(fixes), -worth[fixes]), default=frozenset())
 
-    def _needed_of(self, rest: Sequence[Candidate], done: Fixes) -> Fixes:
-        """All that is left, but for one after the other that makes no difference to the others; general ones first."""
-        kept = frozenset(rest)
-        for one in sorted(rest, key=lambda one: (-one.generality, self.gain(frozenset([one])))):
-            if self.gain(done | kept) - self.gain(done | kept - {one}) <= self.forecast.noise:
-                kept -= {one}
-        return kept
+    def _needed_of(self, rest: Sequence[Candidate], planned: Fixes) -> Fixes:
+        """All remaining fixes without those that make no difference, dropped one by one, the most general first."""
+        needed = frozenset(rest)
+        for candidate in sorted(rest, key=lambda candidate: (-candidate.generality, self.gain(frozenset([candidate])))):
+            if self.gain(planned | needed) - self.gain(planned | needed - {candidate}) <= self.forecast.noise:
+                needed -= {candidate}
+        return needed
 
     def _larger_sets(
-        self, rest: Sequence[Candidate], done: Fixes, worth: Mapping[Fixes, int], everything: int
+        self, remaining: Sequence[Candidate], planned: Fixes, worth: Mapping[Fixes, int], everything: int
     ) -> Iterator[Fixes]:
-        """The one from above, then of two and three, as long as they could be worth more than what `worth` holds."""
-        noise, before = self.forecast.noise, self.gain(done)
+        """The set found from above, then sets of two and three, as long as one could be worth more than any before."""
+        noise, before = self.forecast.noise, self.gain(planned)
         for size in range(2, LARGEST_SET + 1):
             best = max(worth.values(), default=0)
-            if best + noise * size >= everything:  # nothing larger could be worth more, only be less general
-                rest = [one for one in rest if not one.generality]
-                special = max((worth[some] for some in worth if not _generality(some)), default=0)
-                if not special < AS_GOOD * best <= self.gain(done.union(rest)) - before:
+            if best + noise * size >= everything:  # a larger set could only be less general
+                remaining = [candidate for candidate in remaining if not candidate.generality]
+                special = max((worth[fixes] for fixes in worth if not _generality(fixes)), default=0)
+                if not special < AS_GOOD * best <= self.gain(planned.union(remaining)) - before:
                     return
             if size == 2:
-                yield self._needed_of(rest, done)
-            yield from (frozenset(some) for some in combinations(rest, size) if self._left > 0)
+                yield self._needed_of(remaining, planned)
+            yield from (frozenset(fixes) for fixes in combinations(remaining, size) if self._replays_left > 0)
 
-    def _with_what_it_needs(self, some: Fixes, done: Fixes) -> Fixes:
-        """Launches are captured together only where nothing waits between them, so these waits go first."""
-        if not any(one.fix.name == "graph" for one in some):
-            return some
-        return some.union(one for one in self.candidates if one.blocks_capture and one not in done)
+    def _with_what_it_needs(self, fixes: Fixes, planned: Fixes) -> Fixes:
+        """Adds what a graph needs: launches are captured together only if nothing waits between them."""
+        if not any(candidate.fix.name == "graph" for candidate in fixes):
+            return fixes
+        waits = {candidate for candidate in self.candidates if candidate.blocks_capture}
+        return fixes | (waits - planned)
 
-    def planned(self, one: Candidate, done: Fixes, gain: int, together: Fixes) -> PlannedFix:
-        """With what belongs to it: of a capture the waits that go before it, else what it gains nothing without."""
-        alone, noise = self.gain(frozenset([one])), self.forecast.noise
-        partners = self.in_order(together - {one})
-        needs = [other for other in partners if other.blocks_capture] if one.fix.name == "graph" else partners
-        names = [one.first] * bool(one.first) + [other.named for other in needs]
+    def as_planned(self, candidate: Candidate, planned: Fixes, gain: int, together: Fixes) -> PlannedFix:
+        """With its needs: for a graph the waits to remove first, else the fixes without which it saves nothing."""
+        alone, noise = self.gain(frozenset([candidate])), self.forecast.noise
+        partners = self.in_order(together - {candidate})
+        needs = [other for other in partners if other.blocks_capture] if candidate.fix.name == "graph" else partners
+        names = [candidate.first] * bool(candidate.first) + [other.named for other in needs]
         return planned_fix(
-            one.remedy,
-            one.where,
-            one.causes,
+            candidate.remedy,
+            candidate.where,
+            candidate.causes,
             max(0, gain),
-            self.predict(done),
+            self.predict(planned),
             alone=alone,
-            needs=tuple(dict.fromkeys(names)) if one.fix.name == "graph" or alone <= noise else (),
-            instead=tuple(self._instead(one, done)),
-            edit=one.edit if one.share == 1 else None,
-            reason=one.reason,
-            captured=one.captured,
+            needs=tuple(dict.fromkeys(names)) if candidate.fix.name == "graph" or alone <= noise else (),
+            instead=tuple(self._instead(candidate, planned)),
+            edit=candidate.edit if candidate.share == 1 else None,
+            reason=candidate.reason,
+            captured=candidate.captured,
         )
 
-    def _instead(self, one: Candidate, done: Fixes) -> Iterator[str]:
-        """Other fixes of the same wait: either of the two, not both."""
-        mine, noise = self.gain(frozenset([one])), self.forecast.noise
-        for other in self.candidates if mine > noise else ():
-            as_good = other not in done and self.gain(frozenset([other])) >= AS_GOOD * mine
-            if as_good and self.gain(frozenset([one, other])) - mine <= noise:
+    def _instead(self, candidate: Candidate, planned: Fixes) -> Iterator[str]:
+        """Other fixes of the same wait, any of which would do."""
+        gain, noise = self.gain(frozenset([candidate])), self.forecast.noise
+        for other in self.candidates if gain > noise else ():
+            as_good = other not in planned and self.gain(frozenset([other])) >= AS_GOOD * gain
+            if as_good and self.gain(frozenset([candidate, other])) - gain <= noise:
                 yield other.named
 
 
 def _is_made_by(candidate: Candidate, fixes: Collection[Candidate]) -> bool:
-    """Whether another one does this as well: DistributedDataParallel lays small gradients together, too."""
+    """Whether another fix includes this one: DistributedDataParallel joins small gradients, too."""
     if candidate.fix.name != "send_together":
         return False
     lines = {(place.file, place.line) for place in candidate.where}
@@ -234,75 +236,75 @@ def _is_made_by(candidate: Candidate, fixes: Collection[Candidate]) -> bool:
     return any((place.file, place.line) in lines for place in overlapped)
 
 
-def _generality(some: Fixes) -> int:
-    return max((one.generality for one in some), default=0)
+def _generality(fixes: Fixes) -> int:
+    return max((candidate.generality for candidate in fixes), default=0)
 
 
 def planned_fix(
     remedy: Remedy, where: Sequence[Where], causes: tuple[str, ...], gain: int, predicted: Prediction, **more: Any
 ) -> PlannedFix:
-    said: dict[str, Any] = {"alone": gain, **remedy._asdict(), "fix": remedy.fix.name}
-    return PlannedFix(where=tuple(where), causes=causes, gain=gain, predicted=predicted, **(said | more))
+    values: dict[str, Any] = {"alone": gain, **remedy._asdict(), "fix": remedy.fix.name}
+    return PlannedFix(where=tuple(where), causes=causes, gain=gain, predicted=predicted, **(values | more))
 
 
-def candidates(inputs: CauseInputs, found: Mapping[str, Finding]) -> list[Candidate]:
-    """Every remedy that something seen here asks for."""
+def candidates(inputs: CauseInputs, findings: Mapping[str, Finding]) -> list[Candidate]:
+    """Every remedy for these findings."""
     named = defaultdict[str, list[Candidate]](list)
-    facts = inputs.timeline.facts  # compiled, it launches less: nobody knows how much less; once, nothing pays for that
-    as_it_is = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
-    of_causes = (
-        one for cause, finding in found.items() if cause not in as_it_is for one in _of_cause(inputs, finding, found)
-    )
-    for one in chain(of_causes, () if as_it_is else rounds_at_once(inputs)):
-        same = named[one.fix.name]
-        whole = one.fix.is_one_change or (not one.bounds and one.causes[0] in WHOLE_LOOP)
+    facts = inputs.timeline.facts
+    # a program that was run uncompiled will launch less, by an unknown amount; in a single run a graph never pays off
+    skipped = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
+    of_causes = [_of_cause(inputs, finding, findings) for cause, finding in findings.items() if cause not in skipped]
+    for candidate in chain(*of_causes, () if skipped else rounds_at_once(inputs)):
+        same = named[candidate.fix.name]
+        is_one = candidate.fix.is_one_change or (not candidate.bounds and candidate.causes[0] in WHOLE_LOOP)
         # the same fix at the same place is one, however it was found
-        alike = same[:1] if whole else [other for other in same if other.named == one.named]
-        named[one.fix.name] = [
+        alike = same[:1] if is_one else [other for other in same if other.named == candidate.named]
+        named[candidate.fix.name] = [
             *(other for other in same if other not in alike),
-            reduce(Candidate.joined, [*alike, one]),
+            reduce(Candidate.joined, [*alike, candidate]),
         ]
-    found_here = list[Candidate]()
-    for same in named.values():  # of one remedy not more than a few; the last of them takes in the rest
+    limited = list[Candidate]()
+    for same in named.values():  # at most four per remedy: the last joins the rest
         rest = same[PLACES_APART:]
-        found_here += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
+        limited += [*same[:PLACES_APART], *([reduce(Candidate.joined, rest)] if rest else [])]
     among_ranks = (*pipeline_stages(inputs), *shards_of_blocks(inputs)) if inputs.among_ranks else ()
-    return [*found_here, *among_ranks]
+    return [*limited, *among_ranks]
 
 
-def _of_cause(inputs: CauseInputs, finding: Finding, found: Mapping[str, Finding]) -> Iterator[Candidate]:
-    """Of each remedy that its places ask for the changes to be made, each with what it changes in the timeline."""
+def _of_cause(inputs: CauseInputs, finding: Finding, findings: Mapping[str, Finding]) -> Iterator[Candidate]:
+    """The changes to make for one cause, by remedy, each with its edit of the timeline."""
     groups = finding.places
     remedies = {place: remedy_for(inputs, finding, place, groups[place]) for place in groups}
     for remedy in dict.fromkeys(remedies.values()):
-        mine = [place for place in groups if remedies[place] == remedy]
-        for places, beside in _changed_together(mine, finding.cause in WHOLE_LOOP or remedy.fix.is_one_change):
+        of_remedy = [place for place in groups if remedies[place] == remedy]
+        for places, beside in _changed_together(of_remedy, finding.cause in WHOLE_LOOP or remedy.fix.is_one_change):
             rows = np.concatenate([groups[place] for place in (*places, *beside)])
             edit = finding.edit if len(places) + len(beside) == len(groups) else finding.only(rows)
-            if finding.cause == "made_on_host" and "blocking_copy" in found:
-                edit = edit | _copied_there(inputs, found["blocking_copy"], places)
+            if finding.cause == "made_on_host" and "blocking_copy" in findings:
+                edit = edit | _copied_there(inputs, findings["blocking_copy"], places)
             middle = finding.cause == "host_sync" and bool(2 * capture_of(inputs, FIXES).waits[rows].sum() > len(rows))
             usual = Candidate(remedy, tuple(places), (finding.cause,), edit, middle, reason=_comes_back(inputs, rows))
-            first = PlacedCause(inputs, finding, mine[0], groups[mine[0]], FIXES)
+            first = PlacedCause(inputs, finding, of_remedy[0], groups[of_remedy[0]], FIXES)
             yield remedy.fix.candidate(first, usual)
 
 
 def _comes_back(inputs: CauseInputs, rows: Ints) -> str:
-    """Of copies that these rows wait for or launch: that as much leaves the GPU as comes to it, in pieces of the same
-    sizes, like a state that is kept on the host between two turns. Whether it is the same data nobody knows."""
+    """A sentence if all copies of these rows have sizes that are copied in both directions, like a state that is on the
+    host between iterations. Whether it is the same data is unknown."""
     spans, large = inputs.timeline.spans, inputs.is_copy & (inputs.timeline.spans.size > STAGED_BYTES)
-    home, inbound = (large & (spans.direction == way) for way in (Direction.DEVICE_TO_HOST, Direction.HOST_TO_DEVICE))
-    both = np.intersect1d(spans.size[home], spans.size[inbound])
-    mine = np.where(inputs.copy_of_sync[rows] != NONE, inputs.copy_of_sync[rows], inputs.command[rows])
-    mine = mine[(mine != NONE) & (home | inbound)[mine]]
-    if not len(mine) or not np.isin(spans.size[mine], both).all():
+    outbound = large & (spans.direction == Direction.DEVICE_TO_HOST)
+    inbound = large & (spans.direction == Direction.HOST_TO_DEVICE)
+    sizes = np.intersect1d(spans.size[outbound], spans.size[inbound])
+    copies = np.where(inputs.copy_of_sync[rows] != NONE, inputs.copy_of_sync[rows], inputs.command[rows])
+    copies = copies[(copies != NONE) & (outbound | inbound)[copies]]
+    if not len(copies) or not np.isin(spans.size[copies], sizes).all():
         return ""
     return "Copies of the same size leave the GPU and come back. If it is the same data, keep it there."
 
 
 def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[Where], list[Where]]]:
-    """Of one remedy, the costliest first: the places of each change, and what was seen at no line of the program, which
-    goes with the costliest line."""
+    """The places of each change, the costliest first, and the places at no line of the program, which belong to the
+    costliest change."""
     lines = [place for place in places if place.is_known] if any(place.file for place in places) else places
     beside = [place for place in places if place not in lines]
     changes = [lines] if is_one else [*([place] for place in lines[:PLACES_APART]), lines[PLACES_APART:]]
@@ -311,7 +313,7 @@ def _changed_together(places: list[Where], is_one: bool) -> Iterator[tuple[list[
 
 
 def _copied_there(inputs: CauseInputs, copies: Finding, places: Sequence[Where]) -> Edit:
-    """What is made on the device in the first place is not copied to it."""
+    """Removes the copies to the GPU at these places: what is created on the GPU is not copied to it."""
     lines = {(place.file, place.line) for place in places if place.line}
     rows = [rows for place, rows in copies.places.items() if place.line and (place.file, place.line) in lines]
     return copies.only(np.concatenate(rows)) if rows else Edit.nothing(inputs.timeline)

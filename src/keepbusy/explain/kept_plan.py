@@ -1,4 +1,4 @@
-"""The plan of a run, kept beside it: to make it again takes as long as to explain the run."""
+"""The plan of a run, kept in a file beside it: making it anew takes as long as explaining the run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from keepbusy.fixes.definition import CapturedLines
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """What fixes are made by."""
+    """What is needed to make the fixes of a plan."""
 
     plan: tuple[PlannedFix, ...]
     loop: str
     plain_step: int
     usual: int
-    """What an iteration of that loop usually takes, by the run's own clock; 0 where nobody counted."""
+    """The usual iteration of that loop, by the run's own clock; 0 if it was not counted."""
     length: int
-    """Of the whole run; 0 where it is not known."""
+    """Of the whole run; 0 if it is not known."""
     folder: str
     command: tuple[str, ...]
     sources: tuple[str, ...]
@@ -36,15 +36,15 @@ class KeptPlan:
     def as_json(self) -> str:
         plan = [
             {
-                "fix": one.fix,
-                "where": [[place.file, place.line, place.exact] for place in one.where],
-                "captured": one.captured,
-                "loop": one.loop,
-                "advice": one.advice,
-                "code": one.code,
-                "needs": one.needs,
+                "fix": fix.fix,
+                "where": [[place.file, place.line, place.exact] for place in fix.where],
+                "captured": fix.captured,
+                "loop": fix.loop,
+                "advice": fix.advice,
+                "code": fix.code,
+                "needs": fix.needs,
             }
-            for one in self.plan
+            for fix in self.plan
         ]
         of_run = {"folder": self.folder, "command": self.command, "sources": self.sources}
         times = {"step": self.plain_step, "usual": self.usual, "length": self.length}
@@ -62,22 +62,22 @@ class KeptPlan:
             raise ValueError(f"it is no plan ({error})") from None
 
 
-def _planned(one: Mapping[str, Any]) -> PlannedFix:
-    where = tuple(Where(file, line, exact=exact) for file, line, exact in one["where"])
+def _planned(kept: Mapping[str, Any]) -> PlannedFix:
+    where = tuple(Where(file, line, exact=exact) for file, line, exact in kept["where"])
     captured = tuple(
         CapturedLines(file, function, tuple(map(tuple, launching)), tuple(staying), tuple(fed), tuple(masked))
-        for file, function, launching, staying, fed, masked, *_ in one["captured"]
+        for file, function, launching, staying, fed, masked, *_ in kept["captured"]
     )
     return PlannedFix(
-        one["fix"],
+        kept["fix"],
         where,
         (),
         0,
         Prediction(0, 0, 0),
         0,
-        loop=one["loop"],
-        advice=one["advice"],
-        code=one["code"],
-        needs=tuple(one["needs"]),
+        loop=kept["loop"],
+        advice=kept["advice"],
+        code=kept["code"],
+        needs=tuple(kept["needs"]),
         captured=captured,
     )
