@@ -181,7 +181,7 @@ BOUNDS = {
         *("TYPICAL_GAP", "TYPICAL_LATENCY", "MEASURED_LAGS", "EARLY_RETURN"),
     ),
     "keepbusy.timeline.ranks": ("SKEW", "SAME_CLOCK", "OTHER_CLOCK", "MOST_SHIFT", "SHORTEST_LOOP", "RANKS_DIFFER"),
-    "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_TURNS", "USUAL_PREFETCH", "USUAL_WORKERS"),
+    "keepbusy.timeline.run_facts": ("NONE", "SIMULATED_ITERATIONS", "USUAL_PREFETCH", "USUAL_WORKERS"),
     "keepbusy.timeline.steps": ("NOISE_OF_A_SCRIPT", "SAMPLED_ROWS"),
     "keepbusy.traces.many_ranks": ("KEPT", "KEPT_STRAGGLERS"),
 }

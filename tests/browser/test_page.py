@@ -24,7 +24,7 @@ from keepbusy.timeline.model import MemoryUse
 from keepbusy.timeline.races import STREAMS as BETWEEN_STREAMS
 from keepbusy.timeline.races import DataRace, RacingUse
 from keepbusy.timeline.run_facts import IMPORTS, LOOP, RUN, Part
-from keepbusy.timeline.steps import one_turn
+from keepbusy.timeline.steps import as_one_step
 from keepbusy.traces import read
 
 TRUTH = Path(__file__).parents[1] / "gpu" / "truth"
@@ -355,7 +355,7 @@ def with_a_tree(said: Diagnosis) -> Diagnosis:
 KINDS = {
     "a trace": lambda: explain(read([TRACE]), plain_step=31_336_000, turns=True),
     "a recording without stacks": lambda: explain(load(TRUTH / "second" / "rank0_evaluates.stalled.busy"), turns=True),
-    "a script without turns": lambda: explain(one_turn(load(TRUTH / COPY)), turns=True),
+    "a script without turns": lambda: explain(as_one_step(load(TRUTH / COPY)), turns=True),
     "a run with its tree and two loops": lambda: with_a_tree(told(ITEM)),
     "marks alone of a step": lambda: replace(told(COPY), turns=None),
 }
@@ -562,7 +562,7 @@ NAMED = """() => {
 def on_paper(body: Callable[[Run], object], *races: DataRace) -> str:
     run = Run.of()
     body(run)
-    return render(explain(one_turn(run.timeline(virtual=True, races=races)), turns=True))
+    return render(explain(as_one_step(run.timeline(virtual=True, races=races)), turns=True))
 
 
 def at(line: int) -> list[str]:

@@ -20,7 +20,7 @@ from keepbusy.timeline.edit import Edit, apply
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Timeline
 from keepbusy.timeline.replay import Replayed, run, steady
-from keepbusy.timeline.steps import one_turn, whole_steps
+from keepbusy.timeline.steps import as_one_step, whole_steps
 
 TRUTH = Path(__file__).parents[1] / "gpu" / "truth"
 RECORDINGS = sorted(TRUTH.rglob("*.busy"))
@@ -44,7 +44,7 @@ def whole_of(path: Path) -> Timeline:
     try:
         whole = whole_steps(timeline)
     except BadInput:
-        return one_turn(timeline)
+        return as_one_step(timeline)
     return first_two(whole) if len(whole) > MANY else whole
 
 
@@ -94,7 +94,7 @@ def times(values: list[float], origin: int) -> np.ndarray:
 
 def assert_same(said: dict[str, Any], timeline: Timeline, edits: list[Edit]) -> None:
     changed, rows, paced = expected(timeline, edits)
-    done = run(changed, 1 if timeline.facts.one_turn else paced.rounds)
+    done = run(changed, 1 if timeline.facts.one_turn else paced.passes)
     assert said["row"] == rows.tolist()
     origin = int(timeline.spans.start.min())
     np.testing.assert_array_equal(times(said["start"], origin), done.start)

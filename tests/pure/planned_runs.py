@@ -16,7 +16,7 @@ from keepbusy.timeline.run_facts import (
     LineTime,
     LoaderUse,
     Part,
-    SlowTurns,
+    SlowIterations,
 )
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
@@ -76,7 +76,7 @@ TREE = Part(
             high=251 * MS,
             warm_up=2,
             warm_up_time=700 * MS,
-            kinds=(SlowTurns(33, 3.0, True, 195 * MS, 6_435 * MS, "train.py:64"),),
+            kinds=(SlowIterations(33, 3.0, True, 195 * MS, 6_435 * MS, "train.py:64"),),
             lines=(LineTime("train.py:64", 10_000 * MS, 9_000 * MS, "__next__"),),
             parts=(Part(LINE, place="train.py:70", time=1),),
         ),

@@ -54,7 +54,7 @@ def test_a_turn_that_takes_long_lets_workers_fill_the_queue_and_no_more() -> Non
     """A first turn of 12 s, as where kernels are chosen: the mean turn would say that these workers keep up."""
     turns = (12_000 * MS, *[24 * MS] * 79)
     loader = use(workers=4, batches=80, in_worker=220 * MS, waited=2_300 * MS, looped=16_000 * MS, turns=turns)
-    assert loader.turn == 24 * MS
+    assert loader.iteration == 24 * MS
     assert loader.waits_with(4) == pytest.approx((79 - 8) * (55 - 24) * MS, rel=0.1)
     assert loader.enough() == 8
 

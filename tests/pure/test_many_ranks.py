@@ -19,7 +19,7 @@ from keepbusy.explain import explain
 from keepbusy.report import as_json, run_report, terminal, verdict
 from keepbusy.timeline import busy_file
 from keepbusy.timeline.model import NONE, Timeline
-from keepbusy.timeline.ranks import met
+from keepbusy.timeline.ranks import join_ranks
 from keepbusy.timeline.run_facts import Cluster
 from keepbusy.traces import WHOLE, read
 from keepbusy.traces.many_ranks import KEPT
@@ -165,5 +165,5 @@ def test_ranks_that_never_meet_share_the_clock_of_whom_both_meet() -> None:
             run.on(rank).step().work(20).launch(kernel=300)
         run.collective(wire=50, size=MB, group=1, ranks=[0, 1]).collective(wire=50, size=MB, group=2, ranks=[1, 2])
     timeline = run.timeline()
-    together = met([alone(timeline, rank, clock=rank * SECOND) for rank in range(3)])
+    together = join_ranks([alone(timeline, rank, clock=rank * SECOND) for rank in range(3)])
     assert np.ptp(together.spans.start[together.spans.meeting != NONE]) < SECOND

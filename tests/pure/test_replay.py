@@ -98,9 +98,9 @@ def busy(start: np.ndarray, end: np.ndarray) -> int:
 
 @given(timelines(), st.integers(2, 3))
 @seldom
-def test_rounds_follow_each_other(timeline: Timeline, rounds: int) -> None:
+def test_passes_follow_each_other(timeline: Timeline, passes: int) -> None:
     timeline = settle(timeline)
-    later = replay(timeline, rounds)
+    later = replay(timeline, passes)
     assert (later.spans.end >= timeline.spans.end).all()
     assert (later.spans.end - later.spans.start >= 0).all()
 
@@ -156,11 +156,11 @@ def test_nobody_leaves_a_collective_before_the_last_has_come(late: int) -> None:
 def test_what_nothing_waits_for_may_be_joined(timeline: Timeline) -> None:
     """The brief replay leaves out rows, and puts all others where the whole one does."""
     whole = whole_steps(settle(timeline))
-    assert_the_same(whole, rounds=6)
+    assert_the_same(whole, passes=6)
 
 
-def assert_the_same(timeline: Timeline, rounds: int) -> None:
-    brief, full = run(timeline, rounds, brief=True), run(timeline, rounds)
+def assert_the_same(timeline: Timeline, passes: int) -> None:
+    brief, full = run(timeline, passes, brief=True), run(timeline, passes)
     assert brief.pace == full.pace
     known = brief.end > NEVER // 2
     assert (brief.start[known] == full.start[known]).all()
@@ -169,15 +169,15 @@ def assert_the_same(timeline: Timeline, rounds: int) -> None:
 
 @given(loops(), st.integers(3, 9))
 @seldom
-def test_what_is_told_ahead_is_what_every_row_of_every_round_comes_to(timeline: Timeline, rounds: int) -> None:
+def test_what_is_told_ahead_is_what_every_row_of_every_pass_comes_to(timeline: Timeline, passes: int) -> None:
     """And a launch played with its command is played as the two rows that they are."""
     whole = whole_steps(settle(timeline))
-    quick, no_rows = run(whole, rounds), np.zeros(0, np.int64)
+    quick, no_rows = run(whole, passes), np.zeros(0, np.int64)
     with (
         patch("keepbusy.timeline.replay._Engine._advance", return_value=None),
         patch("keepbusy.timeline.replay._paired", return_value=(no_rows, no_rows)),
     ):
-        every = run(whole, rounds)
+        every = run(whole, passes)
     np.testing.assert_array_equal(quick.start, every.start)
     np.testing.assert_array_equal(quick.end, every.end)
     np.testing.assert_array_equal(quick.progress, every.progress)
@@ -185,10 +185,10 @@ def test_what_is_told_ahead_is_what_every_row_of_every_round_comes_to(timeline: 
 
 @pytest.mark.parametrize("kernel", [20, 199])
 def test_a_run_is_told_ahead_once_it_repeats_itself(kernel: int) -> None:
-    """Whether it is the host that sets the pace, or the device once its queue is full: ten rounds are not played."""
+    """Whether it is the host that sets the pace, or the device once its queue is full: ten passes are not played."""
     whole = whole_steps(loop(lambda run: run.work(55).launch(kernel=kernel), pending_limit=20))
-    with patch("keepbusy.timeline.replay._Engine.round", autospec=True, side_effect=_Engine.round) as played:
-        assert run(whole, rounds=10).pace == {20: 60_000, 199: 200_000}[kernel]
+    with patch("keepbusy.timeline.replay._Engine.play_once", autospec=True, side_effect=_Engine.play_once) as played:
+        assert run(whole, passes=10).pace == {20: 60_000, 199: 200_000}[kernel]
     assert played.call_count < 10
 
 
@@ -198,12 +198,12 @@ def test_what_somebody_waits_for_is_not_joined() -> None:
     def body(run: Run) -> None:
         run.batch(900).launch(300).work(50)
 
-    assert_the_same(whole_steps(loop(body, steps=8)), rounds=3)
+    assert_the_same(whole_steps(loop(body, steps=8)), passes=3)
 
 
 def test_the_slowest_lane_sets_the_pace() -> None:
     """The host needs 60 µs a step and the device 200: their pace is the device's, once its queue is full."""
     whole = whole_steps(loop(lambda run: run.work(55).launch(kernel=199), pending_limit=20))
-    steady_run = run(whole, rounds=10)
+    steady_run = run(whole, passes=10)
     assert steady_run.pace == 200_000
     assert whole.lanes[steady_run.slowest].name == "stream 7"

@@ -224,7 +224,7 @@ def test_batches_are_made_by_a_lane_that_the_loop_waits_for() -> None:
     assert timeline.lanes[1].name == WORKERS
     assert work_of(timeline, Kind.SYNC) == [SYNC] * 4
     faster = timeline.spans.work // np.where(timeline.spans.lane == 1, 3, 1)
-    later = replay(timeline.change_spans(work=faster), rounds=2)
+    later = replay(timeline.change_spans(work=faster), passes=2)
     assert (later.spans.end - later.spans.start)[timeline.spans.kind == Kind.SYNC].tolist() == [SYNC * US] * 4
 
 

@@ -18,7 +18,7 @@ from keepbusy.report.turn_drawing import MARGIN, render
 from keepbusy.timeline.busy_file import load
 from keepbusy.timeline.model import Kind
 from keepbusy.timeline.races import KINDS, READ_EARLY, DataRace, RacingUse
-from keepbusy.timeline.steps import one_turn
+from keepbusy.timeline.steps import as_one_step
 
 LIVE = Path(__file__).parents[1] / "gpu" / "truth" / "live"
 STREAMS = Path(__file__).parents[1] / "snapshots" / "streams"
@@ -100,7 +100,7 @@ def test_a_loader_that_copies_ahead_copies_beside_each_product() -> None:
 def script(body: Callable[[Run], object], *races: DataRace) -> Diagnosis:
     run = Run.of()
     body(run)
-    timeline = one_turn(run.timeline(virtual=True, races=races))
+    timeline = as_one_step(run.timeline(virtual=True, races=races))
     return explain(timeline, turns=True)
 
 

@@ -36,13 +36,9 @@ def test_of_very_many_turns_a_loader_keeps_means_of_neighbours() -> None:
     finally:
         loaders.end()
     [use] = loaders.used()
-    assert (use.batches, use.passes, use.each, len(use.turns)) == (
-        3 * KEPT_ITERATIONS,
-        1,
-        4,
-        (3 * KEPT_ITERATIONS - 1) // 4,
-    )
-    assert use.turn == 5 * MS
+    counts = use.batches, use.passes, use.each, len(use.turns)
+    assert counts == (3 * KEPT_ITERATIONS, 1, 4, (3 * KEPT_ITERATIONS - 1) // 4)
+    assert use.iteration == 5 * MS
     assert max(use.turns) == (2_000 + 3 * 5) * MS // 4
 
 

@@ -23,10 +23,10 @@ from keepbusy.timeline.frame_roles import source_line
 from keepbusy.timeline.model import Kind, Timeline
 from keepbusy.timeline.run_facts import LOOP, USUAL_WORKERS, Part, WindowReason
 from keepbusy.timeline.steps import (
+    enclosing_iteration,
     marked_beside,
     rare_steps,
     sample,
-    stretch_beside,
     whole_steps,
     within_loop,
     without_broken_off,
@@ -293,7 +293,7 @@ def _with_enclosing_loop(timeline: Timeline) -> Timeline:
     if any(part.comes_rarely(inner) for part in inner.parts):
         return timeline  # between two runs of the loop may be that rare part, which is a loop of its own
     timeline = marked_beside(timeline)
-    between = stretch_beside(timeline)
+    between = enclosing_iteration(timeline)
     if between is None:
         return timeline
     within = sum(part.time for part in enclosing.parts if part.kind == LOOP) // max(1, enclosing.turns)

@@ -181,7 +181,7 @@ def with_loader(plan: Sequence[PlannedFix], uses: Sequence[LoaderUse], diagnosis
         least, shorter = diagnosis.ledger.get(COMPUTING, 0), sum(fix.gain for fix in rest)
     enough = use.workers if use.idle else use.enough(shorter, least)
     saved = min(use.saved_with(enough, least), _largest_gain(diagnosis))
-    if not _worth_more_workers(use, enough, saved, max(least, use.turn - shorter), diagnosis):
+    if not _worth_more_workers(use, enough, saved, max(least, use.iteration - shorter), diagnosis):
         return tuple(_no_faster_than(fixes, use, use.workers, diagnosis))
     edit = next((fix.edit for fix in plan if fix.fix == "prepare_in_workers"), None)
     fed = _no_faster_than(rest, use, enough, diagnosis)
@@ -199,7 +199,7 @@ def _worth_more_workers(use: LoaderUse, enough: int, saved: int, shortest: float
     """Whether more workers save time by themselves, or once other fixes make an iteration as short as it can be."""
     if diagnosis.run is None or (enough == use.workers and not use.idle):
         return False
-    held_up = shortest + NOISE * diagnosis.plain_step < min(use.pace(use.workers), use.turn)
+    held_up = shortest + NOISE * diagnosis.plain_step < min(use.pace(use.workers), use.iteration)
     return held_up or saved >= NOISE * diagnosis.run.time
 
 
@@ -255,7 +255,7 @@ def _no_faster_than(
 def _more_workers(use: LoaderUse, enough: int, saved: int, diagnosis: Diagnosis) -> PlannedFix:
     """The fix that gives a loader more workers. Its prediction is of the mean iteration, waiting included."""
     batches = max(1, use.batches)
-    now = round((use.looped or use.turn * batches + use.waited) / batches)
+    now = round((use.looped or use.iteration * batches + use.waited) / batches)
     iteration = now - saved // batches
     rank = f" on rank {use.rank}" if len(diagnosis.ranks) > 1 else ""
     status = "is 1 worker" if use.workers == 1 else f"are {use.workers or 'no'} workers"
@@ -277,7 +277,7 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, diagnosis: Diagnosis)
         run_gain=saved,
         reason=f"The loop waited {fixed(use.waited - use.began, 's', 1)} s{rank} for its {use.batches:,} batches. "
         f"A batch takes a worker {fixed(use.in_worker, 'ms', 0)} ms, the rest of an iteration "
-        f"{fixed(use.turn, 'ms', 0)} ms. There {status} and {use.cores} cores.",
+        f"{fixed(use.iteration, 'ms', 0)} ms. There {status} and {use.cores} cores.",
     )
 
 

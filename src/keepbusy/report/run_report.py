@@ -22,7 +22,7 @@ from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, li
 from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline.figures import count, duration, every, listing, share, span_of, transition, unit_of
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, SlowTurns
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, SlowIterations
 
 WORTH_A_LINE = 0.02
 """Share of the run: shorter parts are summed in one line."""
@@ -146,7 +146,7 @@ def _sentences(part: Part) -> Iterator[str]:
         yield f"the GPU was idle for {duration(idlest.idle)} while Python was at {where}"
 
 
-def _how_often(slow: SlowTurns) -> str:
+def _how_often(slow: SlowIterations) -> str:
     """`every second iteration takes`, `3 iterations take`."""
     if slow.regular and slow.every >= 1.5 and slow.count > 2:  # two are no pattern
         return f"{every(slow.every, 'iteration')} takes"

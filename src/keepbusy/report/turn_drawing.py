@@ -124,7 +124,7 @@ def _window(iterations: Turns, plain_step: int) -> DrawnTime:
     """The iteration whose time is closest to the plain step; two if there are several streams, because a batch that
     is copied in one is used in the next. If the host runs ahead, its iterations are shorter than those of the GPU."""
     timeline, paced = iterations.timeline, steady(iterations.timeline)
-    replayed = run(timeline, 1 if timeline.facts.one_turn else paced.rounds)
+    replayed = run(timeline, 1 if timeline.facts.one_turn else paced.passes)
     marks = timeline.marks_of(timeline.ranks[0])
     period = paced.pace * max(1, len(marks))
     if timeline.facts.one_turn:

@@ -1,8 +1,8 @@
-"""Timelines in files of our own; docs/reference/busy-file.md describes the format.
+"""Timelines in `.busy` files; docs/reference/busy-file.md describes the format.
 
-Of each column first what can be guessed is taken away (the row before it, the start of its span). The rest is kept in
-as few bytes a number as its range needs, all first bytes before all second ones, since the higher bytes are nearly
-always alike; then zlib finds what is left.
+A column is stored as its difference from a guess (the row before it, the start of its span). That takes as few bytes
+per number as its range needs, all first bytes before all second ones, since the higher bytes are nearly always equal.
+Then zlib packs it.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ VERSION = 1
 _MAGIC = b"\x89busy\r\n\n"
 _PREFACE = struct.Struct("<8sIIQ")  # magic, version, checksum and length of the rest
 LENGTH = struct.Struct("<Q")
-"""What stands before a header, and says how long that is."""
+"""The length of the header, which precedes it."""
 _LEVEL = 6
 _TABLES: dict[str, type[Table]] = {"spans": Spans, "links": Links, "frames": Frames, "meetings": Meetings}
 _OPTIONAL: dict[str, type[Table]] = {"memory": MemoryUse}
-"""Tables that stand in a file only where they hold something; older files have none of them."""
+"""Tables that a file has only if they are not empty; older files have none of them."""
 _MOST_RATIO = 400
 _SMALL = 512 << 20
-"""A file may take so many times its size of the memory, and this much in any case."""
+"""A file may take so many times its size in memory, and this much in any case."""
 _SPARE_LANES = 1024
-"""A run may have so many threads and streams on which nothing happened."""
+"""A run may have so many threads and streams without spans."""
 _PARSED = 4
-"""A header takes so many times its text in memory, or a little more."""
+"""A header takes about so many times its text in memory."""
 _FAULTS = (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
 
 Header: TypeAlias = dict[str, Any]
 Columns: TypeAlias = dict[str, Ints]
 Described: TypeAlias = tuple[str, str, int, int]
-"""A packed column: its name, what its numbers were taken from, bytes a number, bytes in all."""
+"""A packed column: its name, the guess that was subtracted, bytes per number, bytes in all."""
 
 _GUESSES = {
     "start": "lane",
@@ -74,12 +74,12 @@ _GUESSES = {
     **dict.fromkeys(("time", "block", "allocated", "reserved"), "before"),
 }
 _NEEDS = {"lane": ("lane",), "start": ("start",), "length": ("start", "end")}
-"""From which columns a guess is made."""
+"""The columns that a guess needs."""
 _WIDTHS: dict[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
 
 
 def save(timeline: Timeline, path: str | Path) -> None:
-    """Write it whole or not at all: whatever stood there before stays until the new file is complete."""
+    """Writes the whole file or nothing: an existing file stays until the new one is complete."""
     content = to_bytes(timeline)
     try:
         write_whole(path, content)
@@ -89,7 +89,7 @@ def save(timeline: Timeline, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Timeline:
-    """What `save` wrote; raises `BadInput` for anything else."""
+    """Reads what `save` wrote; raises `BadInput` for anything else."""
     with opened(path, "a .busy file that keepbusy saved") as file:
         content = file.read(len(_MAGIC))
         content += file.read() if content == _MAGIC else b""
@@ -97,7 +97,7 @@ def load(path: str | Path) -> Timeline:
 
 
 def to_bytes(timeline: Timeline) -> bytes:
-    """The same bytes for the same timeline."""
+    """The content of the file. Equal timelines give equal bytes."""
     described, contents = {}, []
     for name, table in _columns_of(timeline).items():
         packed = list(pack(table))
@@ -109,21 +109,21 @@ def to_bytes(timeline: Timeline) -> bytes:
         "facts": timeline.facts.as_json(),
         "tables": described,
     }
-    further = [to_bytes(one) for one in timeline.further]
-    header |= {"further": [len(one) for one in further]} if further else {}
+    further = [to_bytes(window) for window in timeline.further]
+    header |= {"further": [len(window) for window in further]} if further else {}
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=_plain)
-    packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), _LEVEL)  # a name may be any string
+    packed_header = zlib.compress(text.encode("utf-8", "surrogatepass"), _LEVEL)  # names can be any string
     rest = b"".join([LENGTH.pack(len(packed_header)), packed_header, *contents, *further])
     return _PREFACE.pack(_MAGIC, VERSION, zlib.crc32(rest), len(rest)) + rest
 
 
 def from_bytes(content: bytes, path: str = "these bytes") -> Timeline:
-    """The timeline again; `path` is what a complaint calls it."""
+    """The timeline that `to_bytes` packed. `path` is its name in error messages."""
     return _read(content, path, _Budget(max(_SMALL, _MOST_RATIO * len(content))))
 
 
 class _Budget:
-    """What one file may take of the memory, the timelines within it included."""
+    """How much memory one file may take, including the timelines within it."""
 
     def __init__(self, size: int) -> None:
         self.left = size
@@ -140,14 +140,14 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
         header, tables, further = _tables(rest, budget)
         timeline = _timeline(header, tables)
         _check(timeline)
-        # what frames and spans do follows from their names: files are older than some roles, and than these columns
+        # roles follow from names, so they are computed anew: a file may be older than a role, or than its column
         frames, spans = described(timeline.frames, timeline.names), described(timeline.spans, timeline.names)
         timeline = timeline.change(frames=frames, spans=spans)
-        within = tuple(_read(bytes(one), path, budget) for one in further)
-        if any(one.further for one in within):
+        further_windows = tuple(_read(bytes(window), path, budget) for window in further)
+        if any(window.further for window in further_windows):
             raise ValueError("moments within a moment")
-        timeline = timeline.change(further=within)
-    except BadInput:  # of a timeline within it, and said already
+        timeline = timeline.change(further=further_windows)
+    except BadInput:  # from a timeline within it
         raise
     except MemoryError:
         raise BadInput(f"{path} needs more memory than this machine has; open it on a larger one.") from None
@@ -157,7 +157,7 @@ def _read(content: bytes, path: str, budget: _Budget) -> Timeline:
 
 
 def _checked(content: bytes, path: str) -> memoryview:
-    """What follows the preface, if it is whole and of this version."""
+    """The content after the preface, if it is complete and of this version."""
     if not content:
         raise BadInput(f"{path} is empty; copy it or save the run again.")
     if not content.startswith(_MAGIC):
@@ -179,7 +179,7 @@ def _checked(content: bytes, path: str) -> memoryview:
 
 
 def _tables(rest: memoryview, budget: _Budget) -> tuple[Header, dict[str, Columns], list[memoryview]]:
-    """The header, what stands in the tables, and the timelines behind them, each whole as in a file of its own."""
+    """The header, the tables, and the further timelines, each packed as in a file of its own."""
     (size,) = LENGTH.unpack_from(rest)
     text = _inflated(rest[LENGTH.size : LENGTH.size + size], budget.left // _PARSED)
     budget.spend(_PARSED * len(text))
@@ -187,9 +187,9 @@ def _tables(rest: memoryview, budget: _Budget) -> tuple[Header, dict[str, Column
     content = rest[LENGTH.size + size :]
     tables = {}
     kinds = _TABLES | _OPTIONAL
-    for name in (*_TABLES, "marks", *(one for one in _OPTIONAL if one in header["tables"])):
+    for name in (*_TABLES, "marks", *(optional for optional in _OPTIONAL if optional in header["tables"])):
         rows, described = header["tables"][name]["rows"], header["tables"][name]["columns"]
-        columns = len(kinds[name].of(0).columns()) if name in kinds else 1  # a column that is missing takes as much
+        columns = len(kinds[name].of(0).columns()) if name in kinds else 1  # a missing column takes memory, too
         if type(rows) is not int or rows < 0 or len(described) > columns:
             raise ValueError(f"{rows} rows of {name}")
         budget.spend(rows * 8 * columns)
@@ -203,7 +203,7 @@ def _tables(rest: memoryview, budget: _Budget) -> tuple[Header, dict[str, Column
 
 
 def _inflated(content: memoryview, most: int) -> bytes:
-    """No more than so many bytes, whatever the content claims."""
+    """Unpacks no more than so many bytes, whatever the content claims."""
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(content, max(1, most))  # 0 would mean without a limit
     if not unpacker.eof and len(text) >= most:
@@ -215,7 +215,7 @@ def _inflated(content: memoryview, most: int) -> bytes:
 
 def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
     kinds = {name: kind for name, kind in (_TABLES | _OPTIONAL).items() if name in tables}
-    made = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in kinds.items()}
+    content = {name: table.of(header["tables"][name]["rows"], **tables[name]) for name, table in kinds.items()}
     lanes = tuple(
         Lane(int(rank), None if device is None else int(device), int(number), str(name))
         for rank, device, number, name in header["lanes"]
@@ -225,24 +225,24 @@ def _timeline(header: Header, tables: dict[str, Columns]) -> Timeline:
         names=tuple(header["names"]),
         marks=np.sort(tables["marks"]["marks"]),
         facts=RunFacts.of_json(header["facts"]),
-        **made,  # type: ignore[arg-type]
+        **content,  # type: ignore[arg-type]
     )
 
 
 def _columns_of(timeline: Timeline) -> dict[str, Columns]:
     tables = {name: getattr(timeline, name).columns() for name in _TABLES}
-    more = {name: getattr(timeline, name).columns() for name in _OPTIONAL if len(getattr(timeline, name))}
-    return tables | {"marks": {"marks": np.asarray(timeline.marks)}} | more
+    optional = {name: getattr(timeline, name).columns() for name in _OPTIONAL if len(getattr(timeline, name))}
+    return tables | {"marks": {"marks": np.asarray(timeline.marks)}} | optional
 
 
 def _check(timeline: Timeline) -> None:
-    """Whatever points somewhere points to something, so that nobody who follows it falls; times are those of a run."""
+    """Raises ValueError if an index points nowhere, or times are those of no run."""
     spans, links, frames, meetings = timeline.spans, timeline.links, timeline.frames, timeline.meetings
     lanes, names = len(timeline.lanes), len(timeline.names)
     if lanes > _SPARE_LANES + len(spans):
         raise ValueError(f"{lanes} threads and streams, but {len(spans)} spans")
     sizes = {"lanes": lanes, "names": names, "spans": len(spans), "frames": len(frames), "meetings": len(meetings)}
-    for what, numbers, low, high in (
+    for part, numbers, low, high in (
         *_numbering(timeline, sizes),
         ("direction", spans.direction, 0, len(Direction)),
         ("kind of link", links.kind, 0, len(LinkKind)),
@@ -253,8 +253,8 @@ def _check(timeline: Timeline) -> None:
         ("mark after a mark", np.diff(timeline.marks), 1, len(spans) + 1),
     ):
         if len(numbers) and not (low <= int(numbers.min()) and int(numbers.max()) < high):
-            raise ValueError(f"a {what} that does not exist")
-    for what, sound in {
+            raise ValueError(f"a {part} that does not exist")
+    for fault, is_sound in {
         "a rank that does not exist": [0 <= lane.rank < LARGEST_RANK for lane in timeline.lanes],
         "a device that does not exist": [(lane.device or 0) >> 31 == 0 for lane in timeline.lanes],
         "a name that is no text": [isinstance(name, str) for name in timeline.names],
@@ -262,16 +262,16 @@ def _check(timeline: Timeline) -> None:
         "a launch of what is no command": timeline.on_device[links.target[links.kind == LinkKind.LAUNCH]],
         "a frame that stands before its parent": (frames.parent >= NONE) & (frames.parent < np.arange(len(frames))),
     }.items():
-        if not np.all(sound):
-            raise ValueError(what)
+        if not np.all(is_sound):
+            raise ValueError(fault)
     check_times(timeline)
 
 
 def _numbering(timeline: Timeline, sizes: dict[str, int]) -> Iterator[tuple[str, Ints, int, int]]:
     for part in (*_TABLES, *_OPTIONAL):
         table = getattr(timeline, part)
-        for name, of, fill in table.numbering():
-            yield f"{name} of {part}", getattr(table, name), EVERY_LANE if name == "awaits" else fill, sizes[of]
+        for name, numbered, fill in table.numbering():
+            yield f"{name} of {part}", getattr(table, name), EVERY_LANE if name == "awaits" else fill, sizes[numbered]
 
 
 def _plain(value: Any) -> Any:
@@ -282,8 +282,8 @@ def _plain(value: Any) -> Any:
 
 
 def pack(table: Columns) -> Iterator[tuple[Described, bytes]]:
-    """Each column, described and packed; what a column is guessed from comes before it."""
-    for name in sorted(table, key=lambda one: {"lane": 0, "start": 1, "end": 2}.get(one, 3)):
+    """Each column, described and packed, after those from which it is guessed."""
+    for name in sorted(table, key=lambda column: {"lane": 0, "start": 1, "end": 2}.get(column, 3)):
         guess = _GUESSES.get(name, "")
         guess = guess if all(needed in table for needed in _NEEDS.get(guess, ())) else ""
         numbers = table[name].astype(np.int64)
@@ -292,23 +292,23 @@ def pack(table: Columns) -> Iterator[tuple[Described, bytes]]:
         else:
             numbers = numbers - _expected(guess, table)
         low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
-        width = next(one for one, kind in _WIDTHS.items() if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
+        width = next(size for size, kind in _WIDTHS.items() if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max)
         planes = numbers.astype(_WIDTHS[width]).view(np.uint8).reshape(len(numbers), width).T
         content = zlib.compress(np.ascontiguousarray(planes).tobytes(), _LEVEL)
         yield (name, guess, width, len(content)), content
 
 
 def unpack(described: list[Described], content: memoryview, rows: int) -> Columns:
-    """The columns again; raises ValueError or the like for what `pack` did not write."""
+    """The columns that `pack` packed; raises ValueError or the like for anything else."""
     table: Columns = {}
     for name, guess, width, size in described:
-        kind = _WIDTHS[width]  # whatever else stands there is refused before anything is made of it
+        kind = _WIDTHS[width]  # any other width is refused here
         planes = _inflated(content[:size], rows * width + 1)
         if len(planes) != rows * width:
             raise ValueError("a column of another length")
         bytes_of_rows = np.stack([*np.frombuffer(planes, np.uint8).reshape(width, rows)], axis=1)
         numbers = bytes_of_rows.view(kind).reshape(rows).astype(np.int64)
-        if guess in ("before", "lane"):  # 64-bit sums wrap as the differences did, so even the ends of the range return
+        if guess in ("before", "lane"):  # sums wrap around as the differences did, so all 64-bit numbers are restored
             numbers = np.cumsum(numbers)
         if guess == "lane":
             place = np.empty(rows, np.int64)

@@ -18,11 +18,11 @@ GRAPH_SAVES = 870
 """Nanoseconds that a graph saves on the device for each of its kernels (H200, benchmarks/gpu/graph_gap.py)."""
 
 UNLIMITED = 1 << 62
-"""Of an edit: no limit to what a row takes."""
+"""In an edit: no limit to the work of a row."""
 
 
 class SideLane(IntEnum):
-    """Lanes that a fix opens next to the existing ones; what moves there holds nobody up unless it is the slowest."""
+    """Lanes that a fix adds to the existing ones. Work there delays nothing unless its lane is the slowest."""
 
     STAY = 0
     FETCH = 1  # host to device, a step ahead
@@ -33,10 +33,10 @@ class SideLane(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """What a fix changes in a timeline: for each row, what becomes of it. Edits of several fixes combine."""
+    """What a fix changes in a timeline, for each row. Edits of several fixes combine."""
 
-    drop_wait: Mask  # it waits for nobody
-    drop: Mask  # it leaves, and its time with it
+    drop_wait: Mask  # the row waits for nothing
+    drop: Mask  # it is removed with its time
     work: Ints  # it takes at most this long
     lane: Ints  # it moves to this `SideLane`
     capture: Mask  # a graph launches it
@@ -57,12 +57,12 @@ class Edit:
         )
 
     def only(self, rows: Mask) -> Edit:
-        """The same for these rows; nothing happens to the others."""
+        """The edit for these rows alone."""
         return Edit(**{name: np.where(rows, getattr(self, name), no) for name, (no, _) in _EDIT_COLUMNS.items()})
 
     @cached_property
     def digest(self) -> bytes:
-        """The same of edits that change the same: other causes, or other fixes of one, may come to that."""
+        """Equal for edits that change the same, as those of different causes or fixes may."""
         return blake2b(b"".join(getattr(self, name).tobytes() for name in _EDIT_COLUMNS)).digest()
 
     @property
@@ -70,7 +70,7 @@ class Edit:
         return np.logical_or.reduce([getattr(self, name) != no for name, (no, _) in _EDIT_COLUMNS.items()])
 
     def saves(self, work: Ints) -> Ints:
-        """What each row that stays would lose."""
+        """How much work each row loses, unless it is removed."""
         return np.maximum(work - np.minimum(work, self.work) * self.scale, 0).astype(np.int64)
 
 
@@ -82,19 +82,19 @@ _EDIT_COLUMNS: dict[str, tuple[Any, Callable[[Any, Any], Any]]] = {
     "capture": (False, np.logical_or),
     "scale": (1.0, np.multiply),
 }
-"""Of each column what stands where nothing happens, and how two edits of one row are one."""
+"""For each column the value for no change, and how to combine two edits of one row."""
 
 
 def apply(timeline: Timeline, edit: Edit) -> Timeline:
     """The timeline with the edit made, ready to be replayed."""
     spans, moved = timeline.spans, edit.lane != SideLane.STAY
-    # what moves to a side lane is prepared for there: its work is set, not only limited
+    # work that moves to a side lane is done differently there, so it is set, not only limited
     work = np.where(moved & (edit.work < UNLIMITED), edit.work, np.minimum(spans.work, edit.work))
     lag = np.where(edit.capture, np.maximum(spans.lag - GRAPH_SAVES, np.minimum(spans.lag, 0)), spans.lag)
     timeline = timeline.change_spans(
         work=(work * edit.scale).astype(np.int64), lag=lag, awaits=np.where(edit.drop_wait, NONE, spans.awaits)
     )
-    # a host that waits for nobody does not wait for an event either
+    # a host that waits for nothing does not wait for events either
     links = timeline.links
     event = edit.drop_wait[links.target] & (links.kind == LinkKind.ORDER)
     if event.any():
@@ -103,19 +103,19 @@ def apply(timeline: Timeline, edit: Edit) -> Timeline:
 
 
 def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
-    """Rows on lanes of their own: nothing on other streams waits for them, and they wait for no stream."""
+    """Moves rows to side lanes: nothing on other streams waits for them, and they wait for no stream."""
     moved = side != SideLane.STAY
     if not moved.any():
         return timeline
     lanes, lane = list(timeline.lanes), timeline.spans.lane.astype(np.int64)
-    rank = timeline.rank_of_rows
+    rank_of_rows = timeline.rank_of_rows
     for kind in map(SideLane, np.unique(side[moved]).tolist()):
-        for of_rank in timeline.ranks:
-            rows = (side == kind) & (rank == of_rank)
+        for rank in timeline.ranks:
+            rows = (side == kind) & (rank_of_rows == rank)
             if rows.any():
                 lane[rows] = len(lanes)
                 device = None if kind == SideLane.WORKERS else 0
-                lanes.append(Lane(of_rank, device, -kind, f"side lane: {kind.name.lower()}"))
+                lanes.append(Lane(rank, device, -kind, f"side lane: {kind.name.lower()}"))
     links = timeline.links if not timeline.facts.one_turn else _with_readers(timeline, side)
     cut = (links.kind != LinkKind.LAUNCH) & (moved[links.source] | moved[links.target])
     cut &= np.arange(len(links)) < len(timeline.links)
@@ -124,10 +124,10 @@ def _on_side_lanes(timeline: Timeline, side: Ints) -> Timeline:
 
 
 def _with_readers(timeline: Timeline, side: Ints) -> Links:
-    """A script that is one turn has no turn before it in which to fetch: what follows a copy still waits for it."""
+    """Adds links to the readers of fetched copies. In a script without iterations nothing can be fetched earlier."""
     copies = np.flatnonzero(side == SideLane.FETCH)
     stays = (side == SideLane.STAY) & timeline.on_device
     reader = next_kept(timeline.spans.lane, stays)[copies]
-    known = (reader != NONE) & (reader > copies)
-    order = Links.of(int(known.sum()), source=copies[known], target=reader[known], kind=LinkKind.ORDER)
+    has_reader = (reader != NONE) & (reader > copies)
+    order = Links.of(int(has_reader.sum()), source=copies[has_reader], target=reader[has_reader], kind=LinkKind.ORDER)
     return Links.concatenate([timeline.links, order])

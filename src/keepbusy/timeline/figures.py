@@ -1,9 +1,9 @@
-"""How times, shares, counts, sizes and lists are written for people. Nothing else in the project formats a time."""
+"""Formats times, shares, counts, sizes and lists for people. Nothing else in the project formats a time."""
 
 from __future__ import annotations
 
 NANOSECONDS = {"s": 1_000_000_000, "ms": 1_000_000, "µs": 1_000, "us": 1_000, "ns": 1}
-"""In a unit of time, as users write it."""
+"""The length of each unit of time, by the names that users write."""
 _SHOWN = ("s", "ms", "µs")
 
 
@@ -20,7 +20,7 @@ def transition(before: int, after: int) -> str:
 
 
 def span_of(low: int, high: int, like: int) -> str:
-    """A range in the unit of `like`, which is named beside it: `8.4–10.1`. Beyond that it names its own: `0–3.9 ms`."""
+    """A range in the unit of `like`, which stands beside it: `8.4–10.1`; a larger one in its own: `0–3.9 ms`."""
     unit = unit_of(max(like, high))
     first, last = _in(unit, low), _in(unit, high)
     own = "" if unit == unit_of(like) else f" {unit}"
@@ -28,17 +28,17 @@ def span_of(low: int, high: int, like: int) -> str:
 
 
 def figure(time: int, like: int) -> str:
-    """Without its unit, which is that of `like` and is named beside it."""
+    """The number alone, in the unit of `like`, which stands beside it."""
     return _in(unit_of(like), time)
 
 
 def fixed(time: float, unit: str, digits: int) -> str:
-    """In the unit that the sentence names, however long it is: `4.1`, where nobody timed it more closely."""
+    """The number alone, in a given unit with given digits: `4.1`."""
     return f"{time / NANOSECONDS[unit]:.{digits}f}"
 
 
 def option(time: int) -> str:
-    """As `--plain-step` takes it, in milliseconds: `31.3`."""
+    """In milliseconds, as `--plain-step` takes it: `31.3`."""
     return f"{time / NANOSECONDS['ms']:g}"
 
 
@@ -58,7 +58,7 @@ def _in(unit: str, time: int) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """`64%`; what is there but rounds to nothing is `<1%`."""
+    """`64%`; `<1%` for what rounds to nothing but is there."""
     percent = 100 * part / whole if whole else 0.0
     return "<1%" if 0 < percent < 0.5 else f"{percent:.0f}%"
 
@@ -87,7 +87,7 @@ def every(number: float, what: str) -> str:
 
 
 def times(count: float, per: str = " per iteration") -> str:
-    """Once, twice, 12 times per iteration. `per`: empty for a script as a whole."""
+    """`once per iteration`, `12 times per iteration`. `per` is empty for a whole script."""
     if count < 2 / 3:
         return f"once in {round(1 / max(count, 1e-3))} iterations"
     rounded = round(count)

@@ -1,6 +1,6 @@
-"""Files, also of strangers: opened without waiting for ever, read type by type, written whole or not at all.
+"""Files, also untrusted ones: opened without waiting for ever, read type by type, written completely or not at all.
 
-What reaches a person when such input is at fault is a `BadInput`.
+Faulty input raises `BadInput`, whose text the user sees.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
 _LARGEST = 1 << 60
-"""No time, size or count of ours is larger, so two of them still fit into 64 bits. (A nan is no smaller, either.)"""
+"""No valid time, size or count is larger, so two of them still fit into 64 bits. (A nan is no smaller, either.)"""
 _DEEPEST = 500
-"""Characters of the path to a fact: what stands deeper was not written by us, and who walks it might not come back."""
+"""Characters of the path to a fact. Deeper facts are not keepbusy's, and reading them could overflow the stack."""
 _PART = ".part"
-"""The end of the name of what is not whole yet."""
+"""The end of the names of incomplete files."""
 PATIENCE = 10
-"""Seconds in which somebody must begin to write into a pipe that we are to read."""
+"""Seconds in which another process must begin to write into a pipe."""
 
 
-class BadInput(ValueError):  # noqa: N818  a person reads it as what it says
+class BadInput(ValueError):  # noqa: N818  the name says what is wrong
     """One sentence: what was found, what was expected and what to do. The CLI prints it and exits with 2."""
 
 
 @contextmanager
 def opened(path: str | Path, wanted: str) -> Iterator[IO[bytes]]:
-    """For reading. Where it is not there or cannot be read, a person is told to give what is `wanted`."""
+    """Opens a file for reading. If it cannot be read, `BadInput` says to give what is `wanted`."""
     try:
         with _open(Path(path)) as file:
             yield file
@@ -51,7 +51,7 @@ def opened(path: str | Path, wanted: str) -> Iterator[IO[bytes]]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """A pipe only if somebody writes into it, as `<(zcat …)` does."""
+    """Opens a pipe only if another process writes into it, as in `<(zcat …)`."""
     if not stat.S_ISFIFO(path.stat().st_mode):
         return path.open("rb")
     pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -65,7 +65,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def parsed(path: str | Path, wanted: str, parse: Callable[[str], Kind], most: int) -> Kind:
-    """What `parse` makes of a text of no more than `most` bytes. A device may have no end."""
+    """Parses a text of at most `most` bytes. The limit matters because a device may have no end."""
     with opened(path, wanted) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -76,23 +76,22 @@ def parsed(path: str | Path, wanted: str, parse: Callable[[str], Kind], most: in
         raise BadInput(f"{path} cannot be understood ({str(error)[:200]}); give {wanted}.") from None
 
 
-# Files and folders that take their place once they are whole. Until then they lie beside it under a name that nobody
-# can guess, and are locked: where the lock can be taken, the process that wrote is gone.
+# Files and folders that take their place once they are complete. Until then they are beside it under a random name, and
+# locked: if the lock is free, the process that wrote has ended.
 
 
 def write_whole(path: str | Path, content: str | bytes, durable: bool = True) -> None:
-    """Write a file whole or not at all, as `replacing` does."""
+    """Writes a file completely or not at all, as `replacing` does."""
     with replacing(path, durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def replacing(path: str | Path, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` if all goes well, and vanishes if not; an OSError names `path`.
+    """A file that replaces `path` if all goes well, and vanishes if not. An OSError names `path`.
 
-    It keeps the mode of the one that it replaces, and its owner where this user may give files away. What a link points
-    to is replaced, not the link. `durable`: it also survives a machine that loses power at once, which takes some
-    milliseconds.
+    It keeps the mode of the file that it replaces, and its owner if this user may give files away. A link stays: its
+    target is replaced. `durable`: it survives a loss of power right afterwards, which takes some milliseconds.
     """
     part = None
     try:
@@ -123,7 +122,7 @@ def replacing(path: str | Path, durable: bool = True) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replacing_folder(path: str | Path) -> Iterator[Path]:
-    """A folder that takes the place of the one at `path`, or of nothing. Between the two there is a moment without."""
+    """A folder that replaces the one at `path`, if there is one. For a moment in between there is none."""
     target, replaced = os.path.realpath(path), _status(path)
     descriptor, part = _begin_part(target, _make_folder)
     try:
@@ -133,14 +132,14 @@ def replacing_folder(path: str | Path) -> Iterator[Path]:
             old = Path(target).rename(f"{part}.old")
         Path(part).rename(target)
         if replaced is not None:
-            old.rename(part)  # it may go from here on
+            old.rename(part)  # a stale folder from now on
     finally:
         shutil.rmtree(part, ignore_errors=True)
         os.close(descriptor)
 
 
 def _status(path: str | Path) -> os.stat_result | None:
-    """Of what a link points to, if the system lets us follow it; None where nothing is."""
+    """The status of the file, or of a link's target; None if there is none."""
     try:
         return Path(path).stat()
     except FileNotFoundError:
@@ -153,7 +152,7 @@ def _make_folder(name: str) -> int:
 
 
 def _be_as(replaced: os.stat_result, descriptor: int) -> None:
-    """As far as this user may and the file system can. What runs as its owner is not to run as somebody else."""
+    """Copies owner and mode, as far as this user may. If the owner differs, setuid is dropped: it is another user's."""
     for user, group in ((-1, replaced.st_gid), (replaced.st_uid, -1)):
         with suppress(OSError):
             os.fchown(descriptor, user, group)
@@ -164,8 +163,8 @@ def _be_as(replaced: os.stat_result, descriptor: int) -> None:
 
 
 def _begin_part(target: str, make: Callable[[str], int]) -> tuple[int, str]:
-    """What `make` opens under a new name in the folder of `target`, locked. Stale ones of this host go first: others
-    may not see each other's locks."""
+    """Opens a new file or folder beside `target` with `make`, and locks it. Removes stale ones of this host first, as
+    locks of other hosts may be invisible."""
     folder, host = Path(target).parent, f".keepbusy-{zlib.crc32(os.uname().nodename.encode()):08x}-"
     with suppress(OSError):
         for stale in [*folder.glob(f"{host}*{_PART}")]:
@@ -177,11 +176,11 @@ def _begin_part(target: str, make: Callable[[str], int]) -> tuple[int, str]:
             lock(descriptor, fcntl.LOCK_EX)
             if os.path.lexists(part):
                 return descriptor, part
-        os.close(descriptor)  # it was taken for a stale one before it was locked
+        os.close(descriptor)  # another process removed it as stale before it was locked
 
 
 def lock(descriptor: int, kind: int) -> bool:
-    """Whether it is locked now: not every file system can. Raises BlockingIOError where somebody else's lock stands."""
+    """Whether it is locked now: not every file system can. Raises BlockingIOError if another process holds a lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,7 +191,7 @@ def lock(descriptor: int, kind: int) -> bool:
 
 
 def remove_stale(path: Path) -> None:
-    """A file or folder of this user's that no living process has locked."""
+    """Removes a file or folder of this user that no living process has locked."""
     with suppress(OSError):
         is_folder = path.is_dir()
         descriptor = os.open(path, (os.O_RDONLY if is_folder else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -205,10 +204,10 @@ def remove_stale(path: Path) -> None:
 
 
 def typed(kind: type[Kind], value: object, path: str = "") -> Kind:
-    """What stands in JSON, as `kind`; raises ValueError where it is something else.
+    """A value from JSON as `kind`; raises ValueError if it is something else.
 
-    Fields of a dataclass that are missing keep their defaults, and unknown ones are passed over: a later version of
-    keepbusy may have added them.
+    Missing fields of a dataclass keep their defaults, and unknown ones are ignored, as a later version of keepbusy may
+    have added them.
     """
     result: Kind = _typed(kind, value, path)
     return result
@@ -223,9 +222,9 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
     if is_dataclass(kind) and isinstance(value, dict):
         return _dataclass_of(kind, value, path)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_typed(arguments[0], one, path) for one in value)
+        return tuple(_typed(arguments[0], item, path) for item in value)
     if origin is Mapping and isinstance(value, dict):  # JSON spells its keys as strings
-        return {_number(key, path): _typed(arguments[1], one, f"{path}.{key}") for key, one in value.items()}
+        return {_number(key, path): _typed(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
     is_number = kind in (int, float)
     accepted = (int, kind) if is_number else (kind,)
     if type(value) not in accepted or (is_number and not abs(value) <= _LARGEST):
@@ -235,9 +234,9 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
 
 def _dataclass_of(kind: Any, value: Mapping[str, Any], path: str) -> Any:
     hints = get_type_hints(kind)
-    given = [one.name for one in fields(kind) if one.name in value]
+    names = [entry.name for entry in fields(kind) if entry.name in value]
     try:
-        return kind(**{name: _typed(hints[name], value[name], f"{path}.{name}") for name in given})
+        return kind(**{name: _typed(hints[name], value[name], f"{path}.{name}") for name in names})
     except TypeError as error:  # a field without a default is missing
         raise ValueError(f"{path.lstrip('.') or 'it'}: {error}") from None
 

@@ -1,8 +1,8 @@
-"""Whose a frame is, and what it or a span does in a program, told once, by the producer, from the names that PyTorch
-and CUDA give.
+"""Whose code a frame is, and what a frame or span does, derived once, by the producer, from the names of PyTorch and
+CUDA.
 
 These names are the profiler's, and a virtual run writes the same ones. They become the columns `owner` of `Frames` and
-`role` of `Frames` and `Spans`, so that nobody who explains a timeline has to know them.
+`role` of `Frames` and `Spans`, so that no other room has to know them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Named = TypeVar("_Named", Frames, Spans)
 
 
 class Owner(IntEnum):
-    """Whose code a frame is. Of operators and annotations nobody can tell."""
+    """Whose code a frame is. UNKNOWN for operators and annotations."""
 
     UNKNOWN = 0
     USER = 1
@@ -31,7 +31,7 @@ class Owner(IntEnum):
 
 
 class Role(IntFlag):
-    """What a frame or a span does; several may hold."""
+    """What a frame or a span does. It can have several roles."""
 
     NONE = 0
     OPTIMIZER = auto()
@@ -46,41 +46,41 @@ class Role(IntFlag):
     MOVES = auto()  # an operator that may copy between host and device
     MESSAGE = auto()  # a send to one other rank, or its receive
     INTERNAL = auto()  # an annotation that PyTorch makes for itself: no place of the user's
-    GRADIENTS = auto()  # gradients are done: what travels within it is theirs
-    SCALES = auto()  # an operator that divides or multiplies: of gradients, for their mean over the ranks
-    OBJECTS = auto()  # Python objects travel to other ranks, pickled
+    GRADIENTS = auto()  # gradients are ready: collectives within it send them
+    SCALES = auto()  # an operator that divides or multiplies, such as gradients for their mean over the ranks
+    OBJECTS = auto()  # Python objects are sent to other ranks, pickled
     SHARDS = auto()  # FSDP's own: parameters are gathered, gradients scattered
-    RECEIVES = auto()  # of messages, the one that comes
-    PIECE = auto()  # a micro-batch's way through a stage, as torch.distributed.pipelining calls it
+    RECEIVES = auto()  # the receive of a message
+    PIECE = auto()  # a micro-batch passes a stage, as torch.distributed.pipelining calls it
     LAYER = auto()  # an operator that multiplies matrices: what comes next needs it
     TABLE = auto()  # an operator on rows of a table, or on its sparse gradient
     THROUGH_HOST = auto()  # a message to other ranks, from memory of the host
-    CHOOSES = auto()  # an operator that takes out what a mask chooses: how much that is, only the GPU knows
+    CHOOSES = auto()  # an operator that selects by a mask: only the GPU knows how many elements that is
     REPEATS = auto()  # one that repeats elements, each as often as a tensor says
-    COUNTS = auto()  # one that makes as much as there are different values
-    SYNCHRONIZES = auto()  # a call that does nothing but wait for the device
-    AWAITS_EVENT = auto()  # of these, one that waits for an event
+    COUNTS = auto()  # one whose result has as many elements as there are different values
+    SYNCHRONIZES = auto()  # a call that only waits for the device
+    AWAITS_EVENT = auto()  # one of these that waits for an event
     STEP = auto()  # an annotation around a whole step, which has the step's number in its name
     DDP_FORWARD = auto()  # the forward pass of a module that DistributedDataParallel holds
     BROADCASTS = auto()
-    PAIRED = auto()  # NCCL's kernel that sends and receives; all-to-all is made of it, too
-    ASKS_MEMORY = auto()  # memory of the device is asked for
-    GIVES_BACK = auto()  # memory is given back to the driver
-    WRITES = auto()  # PyTorch's own Python that makes a file of tensors
+    PAIRED = auto()  # NCCL's kernel that sends and receives. All-to-all uses it, too
+    ASKS_MEMORY = auto()  # memory is requested from the driver
+    GIVES_BACK = auto()  # memory is returned to the driver
+    WRITES = auto()  # PyTorch's own Python that saves tensors to a file
     SCALER = auto()  # that of a GradScaler
     UPDATES = auto()  # that of PyTorch's own optimizers that can update all parameters at once
-    PICKS = auto()  # an operator that takes rows out of a tensor by their numbers, or puts them there
-    VALIDATES = auto()  # PyTorch's own Python that looks whether a distribution's arguments are valid
+    PICKS = auto()  # an operator that reads or writes rows of a tensor by their indices
+    VALIDATES = auto()  # PyTorch's own Python that checks a distribution's arguments
     PRINTS = auto()  # PyTorch's own Python that writes a tensor as text
-    PROVES = auto()  # keepbusy's own Python that compares a graph with the step that it was made of
-    WRAPS = auto()  # PyTorch's own Python that an operator is called through: what calls it calls the operator
+    PROVES = auto()  # keepbusy's own Python that compares a graph with the step that it was captured from
+    WRAPS = auto()  # PyTorch's own Python around an operator: its caller is the operator's caller
 
 
 STEP_MARKS = ("keepbusy.step#", "ProfilerStep#", "Optimizer.step#")
-"""What marks steps, the surest first."""
+"""Beginnings of names that mark steps, the most reliable first."""
 OWN_STEP, PROFILER_STEP = STEP_MARKS[:2]
 LOADER_WITH_WORKERS = "enumerate(DataLoader)#_MultiProcessing"
-"""How PyTorch annotates that a batch is taken from processes that prepare it."""
+"""PyTorch's annotation around taking a batch from worker processes."""
 
 _SCALARS = ("item", "_local_scalar_dense", "is_nonzero")
 _BEGINNINGS = (
@@ -128,7 +128,7 @@ _CONTAINED = (
     ),
     (re.compile(r"^(Forward|Backward) \d+$"), Role.PIECE),
 )
-"""What others than operators hold in their names."""
+"""Parts of the names of frames and calls other than operators."""
 _PURPOSES = Role.WRITES | Role.SCALER | Role.VALIDATES | Role.PRINTS
 _OPERATORS = (
     (_SCALARS, Role.READS | Role.READS_SCALAR),
@@ -138,7 +138,7 @@ _OPERATORS = (
     (("embedding", "embedding_bag", "_embedding_bag", "coalesce", "_coalesce", "sparse_mask"), Role.TABLE),
 )
 _OPERATORS_LIKE = (
-    # most that choose or count do so in such a way that only the GPU knows the size of their result
+    # of most that choose or count, only the GPU knows the size of the result
     (re.compile(r"(?<!is_)nonzero|index|masked_select|where"), Role.CHOOSES),
     (re.compile(r"^(getitem|setitem|gather|take|index(_select|_copy_?|_put_?)?|_index_put_impl_)$"), Role.PICKS),
     (re.compile(r"repeat_interleave"), Role.REPEATS),
@@ -164,7 +164,7 @@ _ATEN = "aten::"
 
 _LINE = re.compile(r"^(?P<file>.+)\((?P<line>\d{1,9})\): (?P<function>.+)$")
 INSTALLED = "site-packages/"
-"""Before the name of a file, where its producer knows that it was installed; else its name has to tell."""
+"""The prefix of a file's name if its producer knows that it was installed. Otherwise the name has to show it."""
 _INSTALLED_PATH = re.compile(r"(^|/)(site-packages|dist-packages)/|^<|(^|/)lib/python\d")
 _TORCH = "torch"
 _TOOL = "keepbusy"
@@ -176,37 +176,37 @@ _LIBRARIES = re.compile(
 
 
 def described(table: _Named, names: Sequence[str]) -> _Named:
-    """With `role`, and of frames `owner`, as the names tell them."""
+    """Adds the column `role`, and for frames `owner`, derived from the names."""
     used = np.zeros(len(names), bool)
     used[table.name] = True
-    columns = {"role": _of_each(_role, names, used)[table.name]}
+    columns = {"role": _for_each_name(_role, names, used)[table.name]}
     if isinstance(table, Frames):
-        columns["owner"] = _of_each(_owner, names, used)[table.name]
+        columns["owner"] = _for_each_name(_owner, names, used)[table.name]
     return table.change(**columns)
 
 
-def _of_each(tell: Callable[[str], int], names: Sequence[str], used: Mask) -> Ints:
-    return np.array([tell(name) if known else 0 for name, known in zip(names, used.tolist(), strict=True)], np.int64)
+def _for_each_name(classify: Callable[[str], int], names: Sequence[str], used: Mask) -> Ints:
+    return np.array([classify(name) if flag else 0 for name, flag in zip(names, used.tolist(), strict=True)], np.int64)
 
 
 _ADDRESS = re.compile(r" object at 0x[0-9a-f]+|_\d+$")
-"""What differs in a frame's name from call to call: the address of an object, the number of a module."""
+"""The part of a frame's name that differs from call to call: an object's address, a module's number."""
 
 
 def called_alike(names: Sequence[str]) -> Ints:
-    """Of each name a number, which those share that one call may have at different times."""
+    """For each name a number, shared by the names that one call can have at different times."""
     canonical: dict[str, int] = {}
     return np.array([canonical.setdefault(_ADDRESS.sub("", name), len(canonical)) for name in names], np.int64)
 
 
 def source_line(name: str) -> tuple[str, int, str] | None:
-    """File, line and function of a frame called as Kineto calls Python's: `train.py(41): main`."""
-    found = _LINE.match(name)
-    return (found["file"], int(found["line"]), found["function"]) if found else None
+    """File, line and function of a Python frame, from its name in Kineto's format: `train.py(41): main`."""
+    match = _LINE.match(name)
+    return (match["file"], int(match["line"]), match["function"]) if match else None
 
 
 def owner_of_file(file: str) -> Owner:
-    """By where it lies, as Kineto shows it: below site-packages from the package on."""
+    """Whose file it is, by its path. Kineto's paths below site-packages begin with the package."""
     top = file.split("/", 1)[0].removesuffix(".py")
     if top == _TORCH:
         return Owner.TORCH
@@ -225,18 +225,18 @@ def _role(name: str) -> int:
     role = 0
     if name.startswith(_ATEN):
         operator = name.removeprefix(_ATEN)
-        for operators, its_role in _OPERATORS:
-            role |= its_role if operator in operators else 0
-        for pattern, its_role in _OPERATORS_LIKE:
-            role |= its_role if pattern.search(operator) else 0
+        for operators, own_role in _OPERATORS:
+            role |= own_role if operator in operators else 0
+        for pattern, own_role in _OPERATORS_LIKE:
+            role |= own_role if pattern.search(operator) else 0
     else:
-        for beginnings, its_role in _BEGINNINGS:
-            role |= its_role if name.startswith(beginnings) else 0
-        for pattern, its_role in _CONTAINED:
-            role |= its_role if pattern.search(name) else 0
+        for beginnings, own_role in _BEGINNINGS:
+            role |= own_role if name.startswith(beginnings) else 0
+        for pattern, own_role in _CONTAINED:
+            role |= own_role if pattern.search(name) else 0
     return int(role)
 
 
 def tells_purpose(file: str) -> bool:
-    """Whether PyTorch's lines in this file tell what goes on beneath: a checkpoint is written, a tensor printed."""
+    """Whether this file of PyTorch's shows what the calls within it are for: saving a checkpoint, printing a tensor."""
     return any(role & _PURPOSES and pattern.search(file) for pattern, role in _CONTAINED)

@@ -4,17 +4,16 @@ Two asymmetries hold everywhere:
 
 - Untraced time on a *host* lane may be real work, so a producer covers it with `WORK` spans;
   on a *device* lane it is idleness, and stays a gap.
-- Durations of work are facts, durations of waits are consequences. `work` is what a span does
-  once nothing holds it up; `start` and `end` are where a replay (or the recording) puts it.
+- Durations of work are facts, durations of waits are consequences. `work` is the duration of a span
+  that nothing holds up; `start` and `end` are where a replay (or the recording) puts it.
 
-Rows stand in *issue order*: a row comes after everything that releases it. A host span is
+Rows are in *issue order*: a row comes after everything that releases it. A host span is
 followed by the commands it launched, and a rank's rows pause at a collective until its peers
 have arrived there too. So a replay is one pass from top to bottom.
 
-`settle` reads the facts out of recorded times: what a span does once nothing holds it up (`work`), and which lag each
-of its releases leaves behind (`lag`). The lag belongs to the release that bound the span: had another release been the
-last one, the span would have begun a typical lag after that one. So the bound one keeps what was measured, and the
-others keep no more than what is typical.
+`settle` derives the facts from recorded times: the `work` of each span, and the `lag` after each of its releases. The
+measured lag belongs to the last release. After any other release the span would have begun with a typical lag, so the
+others keep no more than that.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 NONE = run_facts.NONE
-"""No row, no lane, no frame: what an index column holds when there is nothing to point to."""
+"""No row, no lane, no frame: an index that points to nothing."""
 UNRECORDED = "not recorded"
 """The name of host work within which nothing was recorded."""
 WORKERS = "loader workers"
-"""The name of a host lane that stands for processes which prepare input."""
+"""The name of a host lane for the processes that prepare input."""
 LONGEST_HANDOVER = 300_000
-"""Nanoseconds: to take a batch that is ready from them costs less than this."""
+"""Nanoseconds. Taking a ready batch from them costs less than this."""
 EVERY_LANE = -2
 """`awaits` of a sync that waits for all lanes of its rank's device."""
 STAGED_BYTES = 65_536
@@ -51,7 +50,7 @@ _LONGEST_RUN = 1 << 52
 _LARGEST_MEMORY = 1 << 50
 """Bytes that no device has."""
 _ONE_VALUE = (0,)
-"""The strides of a column that holds the same number everywhere, and takes no memory for it."""
+"""The strides of a column that stores one number for all rows."""
 
 
 class Kind(IntEnum):
@@ -61,7 +60,7 @@ class Kind(IntEnum):
     LAUNCH = 1
     SYNC = 2
     ALLOCATE = 3
-    RECORDING = 4  # host time that the recorder says it took for itself
+    RECORDING = 4  # host time that the recorder reports as its own
     KERNEL = 8
     COPY = 9
     FILL = 10
@@ -105,20 +104,20 @@ class Lane(NamedTuple):
 
 
 class Table:
-    """Columns of equal length: what a timeline is made of, in place of an object a span.
+    """Columns of equal length, instead of an object per span.
 
     Subclasses are frozen dataclasses whose fields are numpy arrays.
     """
 
     def __post_init__(self) -> None:
-        for one in fields(self):  # type: ignore[arg-type]
-            column = np.asarray(getattr(self, one.name), dtype=one.metadata["dtype"])
+        for entry in fields(self):  # type: ignore[arg-type]
+            column = np.asarray(getattr(self, entry.name), dtype=entry.metadata["dtype"])
             if column.strides != _ONE_VALUE:
                 column = np.ascontiguousarray(column)
             if column.flags.writeable:
                 column = column.view()
                 column.flags.writeable = False
-            object.__setattr__(self, one.name, column)
+            object.__setattr__(self, entry.name, column)
 
     def __setstate__(self, columns: dict[str, npt.NDArray[Any]]) -> None:
         """From a pickle, where columns are writable again."""
@@ -129,10 +128,10 @@ class Table:
         return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]
 
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
 
     def take(self, rows: npt.NDArray[Any] | slice) -> Self:
-        """The rows of these numbers, or those that a mask chooses."""
+        """The rows with these numbers, or those that a mask selects."""
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_:
             rows = np.flatnonzero(rows)
         return type(self)(**{name: column[rows] for name, column in self.columns().items()})
@@ -141,85 +140,85 @@ class Table:
         return replace(self, **columns)  # type: ignore[type-var]
 
     def numbering(self) -> list[tuple[str, str, int]]:
-        """Columns that number rows of a table: the name, of which one, and what stands where there is none."""
-        about = [(one.name, one.metadata) for one in fields(self)]  # type: ignore[arg-type]
-        return [(name, meta["of"], meta["fill"]) for name, meta in about if meta["of"]]
+        """Columns that hold row numbers: the name, the table whose rows they are, and the value for none."""
+        metadata = [(entry.name, entry.metadata) for entry in fields(self)]  # type: ignore[arg-type]
+        return [(name, meta["indexes"], meta["fill"]) for name, meta in metadata if meta["indexes"]]
 
     def renumbered(self, **new: Ints) -> Self:
-        """The same where rows of these tables have new numbers; what is less than 0 stays."""
-        columns = {name: (getattr(self, name), new[of]) for name, of, _ in self.numbering() if of in new}
+        """With the new numbers of these tables' rows. Numbers below 0 stay."""
+        columns = {name: (getattr(self, name), new[table]) for name, table, _ in self.numbering() if table in new}
         return self.change(
             **{name: np.where(old < 0, old, np.append(number, NONE)[old]) for name, (old, number) in columns.items()}
         )
 
     @classmethod
     def concatenate(cls, parts: list[Self]) -> Self:
-        names = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+        names = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     @classmethod
     def of(cls, length: int, **columns: npt.ArrayLike) -> Self:
-        """A table of `length` rows. Columns that are not given hold their default, once in memory."""
+        """A table of `length` rows. Columns that are not passed hold their default, stored once."""
         filled = {}
-        for one in fields(cls):  # type: ignore[arg-type]
-            value = np.asarray(columns.pop(one.name, one.metadata["fill"]), dtype=one.metadata["dtype"])
-            filled[one.name] = np.broadcast_to(value, length) if value.ndim == 0 else value
+        for entry in fields(cls):  # type: ignore[arg-type]
+            value = np.asarray(columns.pop(entry.name, entry.metadata["fill"]), dtype=entry.metadata["dtype"])
+            filled[entry.name] = np.broadcast_to(value, length) if value.ndim == 0 else value
         if columns:
             raise TypeError(f"{cls.__name__} has no column {', '.join(columns)}")
         return cls(**filled)
 
 
-def column(dtype: type, fill: int = 0, of: str = "") -> Any:
-    """A column of a `Table`: its type, what stands where nothing was given, and of which table it numbers rows."""
-    return field(metadata={"dtype": dtype, "fill": fill, "of": of})
+def column(dtype: type, fill: int = 0, indexes: str = "") -> Any:
+    """A column of a `Table`: its type, its default, and the table of which it holds row numbers."""
+    return field(metadata={"dtype": dtype, "fill": fill, "indexes": indexes})
 
 
 @dataclass(frozen=True, eq=False)
 class Spans(Table):
     """What occupies the lanes, in issue order. Times are nanoseconds, half-open."""
 
-    lane: Ints = column(np.int32, of="lanes")
+    lane: Ints = column(np.int32, indexes="lanes")
     kind: Ints = column(np.int8)
-    name: Ints = column(np.int32, of="names")
-    frame: Ints = column(np.int32, NONE, of="frames")
+    name: Ints = column(np.int32, indexes="names")
+    frame: Ints = column(np.int32, NONE, indexes="frames")
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
-    work: Ints = column(np.int64)  # its own time, without waiting; of a collective, the wire time
+    work: Ints = column(np.int64)  # its own time, without waiting; for a collective, the wire time
     lag: Ints = column(np.int64)  # after the span before it on its lane
-    awaits: Ints = column(np.int32, NONE, of="lanes")  # of a sync: the lane, or EVERY_LANE
-    meeting: Ints = column(np.int32, NONE, of="meetings")  # of a collective: which one
-    group: Ints = column(np.int32, NONE)  # of a collective: a number for its group of ranks
+    awaits: Ints = column(np.int32, NONE, indexes="lanes")  # for a sync: the lane, or EVERY_LANE
+    meeting: Ints = column(np.int32, NONE, indexes="meetings")  # for a collective: which one
+    group: Ints = column(np.int32, NONE)  # for a collective: a number for its group of ranks
     size: Ints = column(np.int64)  # bytes
-    blocks: Ints = column(np.int32)  # of threads, that a kernel is launched with; 0 where nobody knows
+    blocks: Ints = column(np.int32)  # thread blocks of a kernel's launch; 0 if unknown
     direction: Ints = column(np.int8)
-    pinned: Ints = column(np.int8, NONE)  # 1, 0, or NONE where nobody knows
-    recording: Ints = column(np.int64)  # what recording it is estimated to have cost the host
-    role: Ints = column(np.int64)  # flags of a Role of frame_roles, by its own name
+    pinned: Ints = column(np.int8, NONE)  # 1, 0, or NONE if unknown
+    recording: Ints = column(np.int64)  # an estimate of what recording it cost the host
+    role: Ints = column(np.int64)  # flags of frame_roles.Role, from its own name
 
 
 @dataclass(frozen=True, eq=False)
 class Links(Table):
-    """Which span released which. A link from a later row speaks of the round before."""
+    """Which span released which. A link from a later row means that row in the pass before."""
 
-    source: Ints = column(np.int32, of="spans")
-    target: Ints = column(np.int32, of="spans")
+    source: Ints = column(np.int32, indexes="spans")
+    target: Ints = column(np.int32, indexes="spans")
     kind: Ints = column(np.int8)
     lag: Ints = column(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Frames(Table):
-    """What encloses host spans; nested, parents first."""
+    """What encloses host spans: nested, parents first."""
 
-    lane: Ints = column(np.int32, of="lanes")
+    lane: Ints = column(np.int32, indexes="lanes")
     kind: Ints = column(np.int8)
-    name: Ints = column(np.int32, of="names")
-    parent: Ints = column(np.int32, NONE, of="frames")
+    name: Ints = column(np.int32, indexes="names")
+    parent: Ints = column(np.int32, NONE, indexes="frames")
     start: Ints = column(np.int64)
     end: Ints = column(np.int64)
-    sequence: Ints = column(np.int64, NONE)  # of an operator: the number that its forward and its backward part share
-    owner: Ints = column(np.int8)  # an Owner of frame_roles
-    role: Ints = column(np.int64)  # flags of its Role
+    sequence: Ints = column(np.int64, NONE)  # for an operator: a number that its forward and backward part share
+    owner: Ints = column(np.int8)  # a frame_roles.Owner
+    role: Ints = column(np.int64)  # flags of frame_roles.Role
 
     def around(self, frame: int) -> Iterator[int]:
         """This frame and those that enclose it, from the inside out."""
@@ -230,24 +229,24 @@ class Frames(Table):
 
 @dataclass(frozen=True, eq=False)
 class Meetings(Table):
-    """One collective across ranks a row; its parts point here."""
+    """A row per collective across ranks. The spans that are its parts point here."""
 
-    name: Ints = column(np.int32, of="names")
+    name: Ints = column(np.int32, indexes="names")
     size: Ints = column(np.int64)
     members: Ints = column(np.int32)  # how many ranks take part
-    present: Ints = column(np.int32)  # of how many the part is in this timeline
+    present: Ints = column(np.int32)  # how many of these have their part in this timeline
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryUse(Table):
-    """What a device's memory held: a row for each block that was taken or given back, in order of time."""
+    """The use of a device's memory: a row for each block that was allocated or freed, in order of time."""
 
-    lane: Ints = column(np.int32, of="lanes")  # the host thread's
+    lane: Ints = column(np.int32, indexes="lanes")  # the host thread's
     device: Ints = column(np.int32)
     time: Ints = column(np.int64)
-    block: Ints = column(np.int64)  # where it begins: what was taken there is given back there
-    size: Ints = column(np.int64)  # bytes, negative where they are given back
-    allocated: Ints = column(np.int64)  # by tensors, from here on
+    block: Ints = column(np.int64)  # its address
+    size: Ints = column(np.int64)  # bytes, negative if they are freed
+    allocated: Ints = column(np.int64)  # by tensors, from then on
     reserved: Ints = column(np.int64)  # by PyTorch, from the driver
 
 
@@ -274,11 +273,11 @@ class Timeline:
     frames: Frames = field(default_factory=lambda: Frames.of(0))
     meetings: Meetings = field(default_factory=lambda: Meetings.of(0))
     marks: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Rows of host spans at which a step begins, each rank's own; the last one ends the last step."""
+    """Rows of host spans at which each rank's steps begin. The last one ends the last step."""
     memory: MemoryUse = field(default_factory=lambda: MemoryUse.of(0))
     facts: RunFacts = RunFacts()
     further: tuple[Timeline, ...] = ()
-    """Other moments of the same run that were recorded, each a timeline of its own; its facts tell why."""
+    """Other recorded windows of the same run, each a timeline of its own, whose facts have the reason."""
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -289,7 +288,7 @@ class Timeline:
         return Span(int(row), lane, kind, name, int(spans.start[row]), int(spans.end[row]), int(spans.work[row]))
 
     def _repr_html_(self) -> str | None:
-        import keepbusy  # which knows how all rooms work together; only a notebook asks
+        import keepbusy  # here, since keepbusy imports this room
 
         return keepbusy.in_a_notebook(self)
 
@@ -329,9 +328,9 @@ class Timeline:
     def change(self, **parts: Any) -> Timeline:
         return replace(self, **parts)
 
-    def marked(self, each: Iterable[Ints]) -> Timeline:
+    def marked(self, marks_of_ranks: Iterable[Ints]) -> Timeline:
         """With these marks of each rank in place of those that it has."""
-        return replace(self, marks=np.sort(np.concatenate(list(each))))
+        return replace(self, marks=np.sort(np.concatenate(list(marks_of_ranks))))
 
     def change_facts(self, **facts: Any) -> Timeline:
         return replace(self, facts=replace(self.facts, **facts))
@@ -340,7 +339,7 @@ class Timeline:
         return replace(self, spans=self.spans.change(**columns))
 
     def keep(self, kept: Mask) -> Timeline:
-        """Without the other rows. What they released is released by what stood before them on their lane."""
+        """Without the other rows. The row before them on their lane releases what they released."""
         if kept.all():
             return self
         new = np.cumsum(kept) - 1
@@ -353,13 +352,13 @@ class Timeline:
         return replace(self, spans=self.spans.take(kept), links=links, marks=marks)
 
     def keep_frames(self, kept: Mask) -> Timeline:
-        """Without the other frames, none of which may be around one that is kept."""
+        """Without the other frames, none of which may enclose one that is kept."""
         new, frames = np.where(kept, np.cumsum(kept) - 1, NONE), self.frames.take(kept)
         return self.change(spans=self.spans.renumbered(frames=new), frames=frames.renumbered(frames=new))
 
 
 def check_times(timeline: Timeline) -> None:
-    """Raises ValueError for times of no run: of others no sum leaves 64 bits, however often they are replayed."""
+    """Raises ValueError for times that no run has. Sums of others fit into 64 bits, however often they are replayed."""
     spans, frames, memory = timeline.spans, timeline.frames, timeline.memory
     if not len(spans):
         return
@@ -376,20 +375,20 @@ def check_times(timeline: Timeline) -> None:
         raise ValueError("a recorder that costs less time than none")
     if (spans.size < 0).any() or float(spans.size.sum(dtype=np.float64)) > _LONGEST_RUN:
         raise ValueError("more bytes than any run moves")
-    held = (memory.size, memory.allocated, memory.reserved)
-    if max(float(np.abs(sizes.astype(np.float64)).max(initial=0)) for sizes in held) > _LARGEST_MEMORY:
+    memory_columns = (memory.size, memory.allocated, memory.reserved)
+    if max(float(np.abs(sizes.astype(np.float64)).max(initial=0)) for sizes in memory_columns) > _LARGEST_MEMORY:
         raise ValueError("more memory than any device has")
 
 
 def next_kept(lane: Ints, kept: Mask) -> Ints:
-    """Of each row: itself if it is kept, else the next kept row on its lane; past the last one, the last kept one."""
+    """For each row: itself if it is kept, else the next kept row on its lane, else the last kept one."""
     after = _last_kept_before(lane[::-1], kept[::-1])[::-1]
     after = np.where(after == NONE, NONE, len(lane) - 1 - after)
     return np.where(after == NONE, _last_kept_before(lane, kept), after)
 
 
 def _last_kept_before(lane: Ints, kept: Mask) -> Ints:
-    """Of each row: itself if it is kept, else the last kept row before it on its lane, else NONE."""
+    """For each row: itself if it is kept, else the last kept row before it on its lane, else NONE."""
     order = np.argsort(lane, kind="stable")
     place = np.where(kept[order], np.arange(len(order)), NONE)
     first = np.concatenate([[True], lane[order][1:] != lane[order][:-1]]) if len(order) else np.zeros(0, bool)
@@ -401,7 +400,7 @@ def _last_kept_before(lane: Ints, kept: Mask) -> Ints:
 
 
 def previous_on_lane(lane: Ints) -> Ints:
-    """Of each row, the row before it on its lane, or NONE."""
+    """For each row, the row before it on its lane, or NONE."""
     order = np.argsort(lane, kind="stable")
     before = np.full(len(lane), NONE, np.int64)
     same = lane[order][1:] == lane[order][:-1]
@@ -409,20 +408,20 @@ def previous_on_lane(lane: Ints) -> Ints:
     return before
 
 
-# What the recorded times tell of a timeline: `settle`
+# `settle`: the facts that recorded times show
 
 PENDING_LIMIT = 1022
 """Commands that may be pending on a stream before a launch blocks: the most ever seen on an H200."""
 NEVER = -(1 << 62)
 CONTINUED = -2
-"""Of a command, where of a launch there is the lane: it takes no place of its own in the queue."""
+"""Marks a command that takes no place of its own in the queue. Launches hold their lane there."""
 TYPICAL_GAP, TYPICAL_LATENCY = 1_000, 6_000
-"""From a command to the next one that stood ready, and from a launch to its command, where too few were measured."""
+"""From a command to the next one that was ready, and from a launch to its command, if too few were measured."""
 MEASURED_LAGS = 50
 EARLY_RETURN = 30_000
 """A blocking call may return before its command ends: a pageable copy by up to 10 µs, measured, and clocks drift."""
 Queue: TypeAlias = tuple[Ints, Ints, Ints]
-"""A stream's commands, the launches that begin there, and among the commands the place of what each enqueues first."""
+"""A stream's commands, its launches, and the index in the queue of the first command of each launch."""
 
 
 def settle(timeline: Timeline) -> Timeline:
@@ -461,7 +460,7 @@ def _lags(timeline: Timeline) -> Timeline:
 
 
 def typical_lags(timeline: Timeline) -> tuple[int, int]:
-    """Between two commands that stood ready, and from a launch to its command on an idle stream."""
+    """The typical gap between two commands that were ready, and from a launch to its command on an idle stream."""
     spans, launches = timeline.spans, timeline.launches
     launch, command = launches.source, launches.target
     before = previous_on_lane(spans.lane)[command]
@@ -477,20 +476,20 @@ def typical_lags(timeline: Timeline) -> tuple[int, int]:
 
 
 def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
-    """Of each sync: whom it awaits, and when they had caught up. A sync that returned before them awaited nobody."""
+    """For each sync, the lane that it awaits, and when that had caught up. A sync that returned earlier awaits none."""
     spans = timeline.spans
     awaited = np.full(len(timeline), NEVER, np.int64)
     syncs = np.flatnonzero(spans.awaits != NONE)
     rank = timeline.rank_of_rows[syncs]
     for index, lane in enumerate(timeline.lanes):
-        whole = (spans.awaits[syncs] == EVERY_LANE) & (rank == lane.rank) & (lane.device is not None)
-        mine = syncs[(spans.awaits[syncs] == index) | whole]
-        if not len(mine):
+        is_any_lane = (spans.awaits[syncs] == EVERY_LANE) & (rank == lane.rank) & (lane.device is not None)
+        syncs_of_lane = syncs[(spans.awaits[syncs] == index) | is_any_lane]
+        if not len(syncs_of_lane):
             continue
         rows = timeline.rows_of(index)
-        place = np.searchsorted(rows, mine) - 1
+        place = np.searchsorted(rows, syncs_of_lane) - 1
         tail = np.where(place >= 0, spans.end[rows[np.maximum(place, 0)]], NEVER) if len(rows) else NEVER
-        awaited[mine] = np.maximum(awaited[mine], tail)
+        awaited[syncs_of_lane] = np.maximum(awaited[syncs_of_lane], tail)
     # a sync may also wait for one command, by an event
     events = timeline.links.take(spans.kind[timeline.links.target] == Kind.SYNC)
     np.maximum.at(awaited, events.target, spans.end[events.source] + events.lag)
@@ -499,19 +498,20 @@ def _awaited(timeline: Timeline) -> tuple[Ints, Ints]:
 
 
 def _with_room(timeline: Timeline, queues: list[Queue]) -> Timeline:
-    """A queue holds at least as many commands as were pending when a launch returned; other devices, other limits."""
+    """Raises the limit of the queues to the most commands that were pending when a launch returned. It differs by
+    device."""
     limit = timeline.facts.pending_limit or PENDING_LIMIT
     if timeline.facts.logged and timeline.facts.pending_limit:
-        return timeline  # a log's times are rebuilt: launches that had to wait for room have told it
+        return timeline  # a log's times are rebuilt; its limit comes from launches that had to wait
     ends, seen = timeline.spans.end, limit
     for commands, launch, place in queues:
-        done = np.searchsorted(np.maximum.accumulate(ends[commands]), ends[launch], side="right")
-        seen = max(seen, int((place - done).max()) + 1)
+        ended = np.searchsorted(np.maximum.accumulate(ends[commands]), ends[launch], side="right")
+        seen = max(seen, int((place - ended).max()) + 1)
     return timeline if seen == limit else timeline.change_facts(pending_limit=seen)
 
 
 def _without_back_pressure(timeline: Timeline, span: Ints, queues: list[Queue]) -> Ints:
-    """The queue of a stream holds so many commands; the launch that finds it full waits for the oldest."""
+    """Work without the time in which launches found their stream's queue full and waited for its oldest command."""
     spans, work = timeline.spans, span.copy()
     limit = timeline.facts.pending_limit or PENDING_LIMIT
     for commands, launch, place in queues:
@@ -526,17 +526,15 @@ def _queues(timeline: Timeline) -> Iterator[Queue]:
     links = timeline.launches
     for lane in np.unique(launched[launched != NONE]).tolist():
         rows = timeline.rows_of(lane)
-        ends = np.flatnonzero(np.append(queued[rows][1:], True))  # of a graph, its last command
+        ends = np.flatnonzero(np.append(queued[rows][1:], True))  # for a graph, its last command
         commands, slot = rows[ends], np.cumsum(queued[rows]) - 1
-        mine = links.take(
-            np.flatnonzero((timeline.spans.lane[links.target] == lane) & (launched[links.source] == lane))
-        )
-        launch, first = np.unique(mine.source, return_index=True)
-        yield commands, launch, slot[np.searchsorted(rows, mine.target[first])]
+        of_lane = links.take((timeline.spans.lane[links.target] == lane) & (launched[links.source] == lane))
+        launch, first = np.unique(of_lane.source, return_index=True)
+        yield commands, launch, slot[np.searchsorted(rows, of_lane.target[first])]
 
 
 def last_arrival(timeline: Timeline) -> Ints:
-    """Of each part of a collective, when the last of all its parts began; of other rows, their own start."""
+    """For each part of a collective, when the last of all its parts began; for other rows, their own start."""
     spans = timeline.spans
     parts = np.flatnonzero(spans.meeting != NONE)
     last = np.full(len(timeline.meetings), NEVER, np.int64)
@@ -547,7 +545,7 @@ def last_arrival(timeline: Timeline) -> Ints:
 
 
 def launched_lane(timeline: Timeline) -> Ints:
-    """Of each launch, the lane of its first command; NONE for every other row."""
+    """For each launch, the lane of its first command; NONE for every other row."""
     links = timeline.launches
     lane = np.full(len(timeline), NONE, np.int64)
     lane[links.source[::-1]] = timeline.spans.lane[links.target[::-1]]
@@ -555,8 +553,8 @@ def launched_lane(timeline: Timeline) -> Ints:
 
 
 def continues_launch(timeline: Timeline) -> Mask:
-    """The commands whose launch also launched the one before: a graph takes one place in its stream's queue."""
+    """Commands whose launch also launched the one before: a graph takes one place in its stream's queue."""
     links, count = timeline.launches, len(timeline)
-    launch = np.full(count + 1, NONE, np.int64)  # the last place is for rows with none before
+    launch = np.full(count + 1, NONE, np.int64)  # the last entry is for rows with none before
     launch[links.target] = links.source
     return (launch[:count] != NONE) & (launch[:count] == launch[previous_on_lane(timeline.spans.lane)])

@@ -13,11 +13,11 @@ KINDS = (STREAMS, REUSED, REFILLED, READ_EARLY)
 
 @dataclass(frozen=True)
 class RacingUse:
-    """One of the two."""
+    """One of the two uses in a race."""
 
     place: str  # file:line
     writes: bool
-    stream: str  # as the program calls it; "" for the host itself
+    stream: str  # the program's name for it; "" for the host itself
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class DataRace:
     size: int  # bytes that both use
     times: int  # how often it happened
     call: str  # what would order them
-    at: str  # the line that the call belongs to: file:line
-    after: bool = False  # whether behind it, else in front of it
+    at: str  # the line where the call belongs: file:line
+    after: bool = False  # whether the call belongs behind that line or in front of it
 
 
 def joined(races: Iterable[DataRace]) -> tuple[DataRace, ...]:
     """Each race once, in order of first occurrence: ranks have the same ones, and a line may race in several calls."""
-    found: dict[tuple[str, RacingUse, RacingUse], DataRace] = {}
+    races_: dict[tuple[str, RacingUse, RacingUse], DataRace] = {}
     for race in races:
         key = (race.kind, race.first, race.second)
-        found[key] = replace(found[key], times=found[key].times + race.times) if key in found else race
-    return tuple(found.values())
+        races_[key] = replace(races_[key], times=races_[key].times + race.times) if key in races_ else race
+    return tuple(races_.values())

@@ -1,6 +1,6 @@
-"""What is known of a run as a whole, beside its spans: where it ran, what was recorded of it, how its steps went.
+"""Facts about a run as a whole, besides its spans: where it ran, what was recorded, how its steps went.
 
-Plain data. Times are nanoseconds, of wall-clock time where nothing else is said; NONE stands for what nobody knows.
+Plain data. Times are nanoseconds of wall-clock time unless stated otherwise. NONE means unknown.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from keepbusy.timeline.files import typed
 from keepbusy.timeline.races import DataRace
 
 NONE = -1
-"""What nobody knows, or what is not there."""
+"""Unknown, or missing."""
 SCRIPT = "script"
-"""Beside LOOP: why a window was opened, as recorders did before runs were logged whole."""
+"""Why a window was opened, as LOOP is. Recorders opened such windows before runs were logged whole."""
 RUN, LOOP, LINE, IMPORTS, FIRST_USE = "run", "loop", "line", "imports", "first use of the GPU"
-"""What a part of the run is."""
-SIMULATED_TURNS = 4096
-"""Turns that the queue of a loader is replayed for; of more, every so many are left out."""
+"""The kinds of parts of a run."""
+SIMULATED_ITERATIONS = 4096
+"""Iterations for which the queue of a loader is replayed. Of more, only some are."""
 USUAL_WORKERS = 8
-"""Of a loader, that a prediction counts on unless it is told otherwise."""
+"""Loader workers that a prediction counts on by default."""
 USUAL_PREFETCH = 2
 """Batches that PyTorch lets each worker prepare ahead."""
 _SLOWEST_LINK, _FASTEST_LINK = 0.001, 1e6
-"""Bytes a nanosecond between which any link between host and device lies."""
+"""Bytes a nanosecond: the limits for any link between host and device."""
 _LARGEST_QUEUE = 1 << 20
-"""No stream is known to take a thousandth part of so many commands before a launch blocks."""
+"""A thousand times the commands that any known stream takes before a launch blocks."""
 
 
 def allocator_settings() -> str:
-    """What the environment tells PyTorch's allocator; the first name is new in PyTorch 2.9, and counts for more."""
+    """The environment's settings of PyTorch's allocator. PyTorch prefers the first name, which is new in 2.9."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
@@ -49,44 +49,44 @@ def ran_nothing(source: str, computed_on_cpu: bool) -> str:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of a run, or of one window of it."""
+    """Facts about a run, or one window of it."""
 
     source: str = ""  # the script or the trace, as the user named it
-    sources: tuple[str, ...] = ()  # of ranks that came from several files
-    command: tuple[str, ...] = ()  # what follows `keepbusy run` to run it again
-    folder: str = ""  # where it was begun: places in files count from there
+    sources: tuple[str, ...] = ()  # if ranks came from several files
+    command: tuple[str, ...] = ()  # the arguments of `keepbusy run` that repeat the run
+    folder: str = ""  # its working directory, to which paths are relative
     device: str = ""
-    pinned_bandwidth: float | None = None  # bytes a nanosecond that the device's link carries from pinned memory
+    pinned_bandwidth: float | None = None  # bytes a nanosecond from pinned memory to the device
     torch: str = ""
-    allocator: str | None = None  # what the environment tells PyTorch's allocator; None where nobody looked
-    world: int | None = None  # how many ranks the run has, where its traces say so
-    groups: Mapping[int, int] = field(default_factory=dict)  # of each group of ranks: how many belong to it
+    allocator: str | None = None  # the environment's settings of PyTorch's allocator; None if unknown
+    world: int | None = None  # how many ranks the run has, if its traces show it
+    groups: Mapping[int, int] = field(default_factory=dict)  # the number of ranks in each group
     pending_limit: int | None = None  # commands that may be pending on a stream before a launch blocks
     virtual: bool = False
-    logged: bool = False  # whether all calls of the driver were, on a real GPU
-    rebuilt_within: float = 0.0  # and then, the share by which its waits for the GPU were predicted wrong
+    logged: bool = False  # whether all calls of the driver were logged, on a real GPU
+    rebuilt_within: float = 0.0  # for a logged run, the relative error of its predicted waits for the GPU
     values: bool = True  # whether a virtual run computed anything
     modelled: bool = False  # whether the host's time was modelled
-    compiled_eagerly: bool = False  # whether a virtual run was asked for `torch.compile`, and ran its code as written
+    compiled_eagerly: bool = False  # whether a virtual run called `torch.compile`, whose code it ran as written
     stacks: bool = True  # whether lines were recorded
     skipped: int = 0  # events that could not be read
-    recorded: tuple[int, ...] | None = None  # of a live recording: the number of the step that each mark ends
-    plain_step: int | None = None  # what a step takes without the recorder
-    plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # of each rank, what marks told of the whole run
-    run: Part | None = None  # its tree of loops, where it was watched
-    loaders: tuple[LoaderUse, ...] = ()  # that it used, the one that it waited for longest first
-    reason: WindowReason | None = None  # of a further window
-    uneven: tuple[UnevenLoop, ...] = ()  # where its ranks differ
-    notes: tuple[str, ...] = ()  # what the recorder has to say itself
-    one_turn: bool = False  # a script without steps, which is explained whole
-    traced: bool = False  # by a profiler, for whatever its user wanted: perhaps a single call
-    marks_a_step: int = 0  # how many marks make one step, where the plain step is several of them
-    cluster: Cluster | None = None  # of which only some ranks are kept whole
-    first_steps: int = 0  # of a virtual run, that are not like those that follow, and are no longer marked
-    loop: str = ""  # the one whose turns are the steps, where the run's tree of loops tells: file:line
-    beside: tuple[int, ...] = ()  # of each rank's marks, by number, those that begin no turn: what follows lies beside
+    recorded: tuple[int, ...] | None = None  # for a live recording: the number of the step that each mark ends
+    plain_step: int | None = None  # the duration of a step without the recorder
+    plain_runs: Mapping[int, PlainRun] = field(default_factory=dict)  # by rank: what marks show of the whole run
+    run: Part | None = None  # its tree of loops, if it was watched
+    loaders: tuple[LoaderUse, ...] = ()  # the one that the run waited for longest first
+    reason: WindowReason | None = None  # for a further window
+    uneven: tuple[UnevenLoop, ...] = ()  # loops in which ranks differ
+    notes: tuple[str, ...] = ()  # sentences by the recorder
+    one_turn: bool = False  # a script without steps, which is explained as one step
+    traced: bool = False  # recorded by a profiler, perhaps of a single call
+    marks_a_step: int = 0  # how many marks make one step, if the plain step is several of them
+    cluster: Cluster | None = None  # if only some ranks are kept whole
+    first_steps: int = 0  # of a virtual run: unlike those that follow, and therefore no longer marked
+    loop: str = ""  # the loop of the steps, if the run's tree shows it: file:line
+    beside: tuple[int, ...] = ()  # numbers of each rank's marks that begin no iteration, but what lies beside the loop
     races: tuple[DataRace, ...] = ()  # of a virtual run: uses of memory that nothing orders
-    cut_short: CutShort | None = None  # None where the program came to its end
+    cut_short: CutShort | None = None  # None if the program ended by itself
 
     @property
     def is_whole(self) -> bool:
@@ -95,28 +95,28 @@ class RunFacts:
 
     @property
     def named(self) -> str:
-        """As a complaint calls what was recorded."""
+        """The recording's name in error messages."""
         return self.source or "the recording"
 
     @property
     def own_loop(self) -> Part | None:
-        """The loop whose turns are the steps, in the run's tree."""
+        """The loop of the steps, in the run's tree."""
         return self.run.loop_at(self.loop) if self.run is not None and self.loop else None
 
     @property
     def runs_once(self) -> bool:
-        """Whether it is a script that is one turn, and not the one turn of a loop, or one call, that was recorded."""
+        """Whether it is a script without steps, rather than a recording of one iteration or one call."""
         is_part = (self.loop and not self.is_whole) or any(run.steps for run in self.plain_runs.values())
         return self.one_turn and not self.traced and not is_part
 
     def as_json(self) -> dict[str, Any]:
-        """Only what differs from what is assumed of every run."""
+        """Only the facts that differ from their defaults."""
         usual = RunFacts()
         return {name: value for name, value in asdict(self).items() if getattr(self, name) != getattr(usual, name)}
 
     @classmethod
     def of_json(cls, value: object) -> RunFacts:
-        """What `as_json` gave; raises ValueError for anything else."""
+        """The facts in what `as_json` returned; raises ValueError for anything else."""
         facts = typed(cls, value, "facts")
         if facts.pending_limit is not None and not 1 <= facts.pending_limit <= _LARGEST_QUEUE:
             raise ValueError(f"facts.pending_limit is {facts.pending_limit}")
@@ -127,12 +127,12 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class CutShort:
-    """How a run was ended before its own end. Its last iteration is incomplete, and its last line raised."""
+    """What ended a run early. Its last iteration is incomplete, and its last line raised."""
 
     by: str  # the name of an exception, or of a signal
     place: str = ""  # the program's innermost line then: file:line
-    within: tuple[str, ...] = ()  # the lines that it stood in, and those of the loops around them
-    rank: int = NONE  # of several ranks, which one
+    within: tuple[str, ...] = ()  # the lines of the stack, and those of the loops around them
+    rank: int = NONE  # which one of several ranks
     ended: int = 0  # when, by the system's clock, in ms
 
     @property
@@ -145,35 +145,35 @@ class CutShort:
 
 @dataclass(frozen=True)
 class WindowReason:
-    """Why a window was recorded that is not that of the first steps."""
+    """Why a window other than that of the first steps was recorded."""
 
     why: str  # LOOP: another loop; SCRIPT: no loop at all
-    place: str = ""  # of a loop: where it stands
-    since: int = 0  # of a script: how long the run had gone on when it began
+    place: str = ""  # for a loop: its place
+    since: int = 0  # for a script: when the window began, since the run did
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A run of more ranks than are kept whole: what each one's trace told when it was read."""
+    """A run of more ranks than are kept whole, with figures of each."""
 
     ranks: tuple[RankTimes, ...]
     step: int  # as recorded
-    typical: int  # what half of the ranks would take by themselves, at most
+    typical: int  # the median of what ranks would take by themselves
     stragglers: tuple[Straggler, ...] = ()
     world: int = 0  # how many ranks the run has
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank of many, a step of its recording."""
+    """One rank of many, per recorded step."""
 
     rank: int
     host: str
-    own: int  # what it would take, had it never to wait for a peer
-    computing: int  # of that, its GPU
-    waits: int  # within collectives, for who comes last
-    behind: int  # of half of its peers, when it comes to a collective, on average
-    last: float  # the share of its collectives to which it comes last
+    own: int  # what it would take if it never waited for a peer
+    computing: int  # the GPU's part of that
+    waits: int  # within collectives, for the last rank
+    behind: int  # its mean delay at collectives, after half of its peers
+    last: float  # the share of its collectives at which it arrives last
     kind: int  # ranks of one kind take part in the same collectives
 
 
@@ -183,51 +183,51 @@ class Straggler:
 
     host: str
     ranks: tuple[int, ...]
-    late: int  # a step
-    computing: bool  # whether it is the GPU that takes longer, else the host
-    left: int  # what a step takes once it, and all before it, are like the others
+    late: int  # per step
+    computing: bool  # whether the GPU takes longer, else the host
+    left: int  # the step once this straggler and all before it are like the others
 
 
 @dataclass(frozen=True)
 class Course:
-    """How steps went over the run, a row for every `each` of them in a row."""
+    """Steps over the course of the run, a row for each `each` of them."""
 
     each: int = 1
     step: tuple[int, ...] = ()  # the median
     longest: tuple[int, ...] = ()
-    lead: tuple[int, ...] = ()  # the median, NONE where nobody knows
-    ended: tuple[int, ...] = ()  # when the last of them did, on the host's clock
+    lead: tuple[int, ...] = ()  # the median, NONE if unknown
+    ended: tuple[int, ...] = ()  # when the last of them ended, on the host's clock
 
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What marks alone tell of a rank's whole run, most of which nobody looked at closely."""
+    """What marks alone show of a rank's whole run, most of which was not recorded closely."""
 
-    marked_by: str  # "step", "optimizer", "forward" or "graph"; "nobody" where no step was announced
+    marked_by: str  # "step", "optimizer", "forward" or "graph"; "nobody" if no step was announced
     steps: int  # plain ones, without those of the warm-up
-    step: int  # what one takes, stalls left out
+    step: int  # the duration without stalls
     low: int  # nine in ten take longer
     high: int  # one in ten takes longer
-    warm_up: int = 0  # steps at the beginning that are not like the others
+    warm_up: int = 0  # steps at the beginning that are unlike the others
     warm_up_time: int = 0
-    host: int = NONE  # what a step takes of a host that nothing holds up, where that does not set the pace
-    lead: int = NONE  # of the host at the end of a step, typically
-    no_lead: float = 0.0  # share of the steps at whose end the host had none
-    input: int = 0  # what a step waits for its input
-    collector: int = 0  # what the garbage collector takes of a step
-    requests: float = 0.0  # for memory from the driver, a step, after the warm-up
-    retries: int = 0  # of allocations that found the memory full, after the warm-up
-    delayed: float = 0.0  # share of the run in which the program's thread was ready and had no processor
+    host: int = NONE  # a step of the host if nothing holds it up, if the host does not set the pace
+    lead: int = NONE  # the host's typical lead at the end of a step
+    no_lead: float = 0.0  # the share of steps at whose end the host had none
+    input: int = 0  # how long a step waits for its input
+    collector: int = 0  # how long the garbage collector runs in a step
+    requests: float = 0.0  # requests for memory from the driver per step, after the warm-up
+    retries: int = 0  # allocations that found the memory full, after the warm-up
+    delayed: float = 0.0  # the share of the run in which the program's thread was ready and had no processor
     course: Course = Course()
     fault: str = ""  # why marks ended before the run did
 
 
 @dataclass(frozen=True)
 class Part:
-    """The run as a tree: a loop of it, or a line beside its loops, and what that contains.
+    """A node in the run's tree: a loop, or a line beside its loops, and what it contains.
 
-    A loop's parts are the loops within it; what its turns do beside those is in its lines. The parts and lines of the
-    root sum to the run.
+    A loop's parts are the loops within it; its lines are what its iterations do besides. The root's parts and lines sum
+    to the run.
     """
 
     kind: str
@@ -236,31 +236,31 @@ class Part:
     function: str = ""
     began: int = 0  # since the run's first moment
     time: int = 0
-    busy: int = NONE  # of that time the GPU was at work
-    turns: int = 0  # 0 where nobody counted them
-    passes: int = NONE  # of the turns of the loop around it, in how many it turned; NONE where nobody counted
-    at_least: bool = False  # the turns before the loop was noticed, or beyond what is counted, are missing
-    turn: int = NONE  # the mean
-    low: int = NONE  # of ten turns, the second fastest and the second slowest
+    busy: int = NONE  # how long the GPU worked in that time
+    turns: int = 0  # its iterations; 0 if they were not counted
+    passes: int = NONE  # the iterations of the enclosing loop in which it ran; NONE if unknown
+    at_least: bool = False  # iterations before the loop was noticed, or beyond the counted ones, are missing
+    turn: int = NONE  # the mean iteration
+    low: int = NONE  # of ten iterations, the second fastest and the second slowest
     high: int = NONE
-    warm_up: int = 0  # turns at the beginning that are not like those that follow
+    warm_up: int = 0  # iterations at the beginning that are unlike those that follow
     warm_up_time: int = 0
-    kinds: tuple[SlowTurns, ...] = ()  # of turns that take far longer than the others, the largest first
+    kinds: tuple[SlowIterations, ...] = ()  # the kind with the most time first
     lines: tuple[LineTime, ...] = ()  # the longest first
     parts: tuple[Part, ...] = ()  # in the order of the run
-    clock: int = NONE  # of the run itself: its first moment, on the clock by which its steps are timed
-    shares: tuple[int, ...] = ()  # of the run itself: percent of each equal stretch in which the GPU was at work
-    decides: tuple[str, ...] = ()  # of the run itself: lines that work out what the program chooses by
-    beside: tuple[LineTime, ...] = ()  # of the run itself: how long its other threads had a processor, by line
-    ran: int = NONE  # of the run itself: how long the thread that it is about had one
+    clock: int = NONE  # root only: the run's first moment, on the clock that times its steps
+    shares: tuple[int, ...] = ()  # root only: in equal parts of the run, the percentage of time in which the GPU worked
+    decides: tuple[str, ...] = ()  # root only: lines whose values decide what the program does
+    beside: tuple[LineTime, ...] = ()  # root only: how long other threads had a processor, by line
+    ran: int = NONE  # root only: how long the run's own thread had one
 
     @property
     def named(self) -> str:
         return loop_name(self.place, self.function)
 
-    def comes_rarely(self, around: Part) -> bool:
-        """Whether most turns of the loop around this one pass without it, as where a trainer evaluates the model."""
-        return self.kind == LOOP and 0 <= 2 * self.passes < around.turns
+    def comes_rarely(self, enclosing: Part) -> bool:
+        """Whether most iterations of the enclosing loop pass without it, as a trainer's evaluation."""
+        return self.kind == LOOP and 0 <= 2 * self.passes < enclosing.turns
 
     @property
     def waits(self) -> int:
@@ -268,8 +268,8 @@ class Part:
 
     @property
     def usual(self) -> int:
-        """What a turn takes on average once the loop is warm, but for turns that take longer without any rule."""
-        longer = self.warm_up_time + sum(one.total for one in self.kinds if not one.regular)
+        """The mean iteration after the warm-up, without slow iterations that follow no rule."""
+        longer = self.warm_up_time + sum(slow.total for slow in self.kinds if not slow.regular)
         return NONE if self.turn == NONE else max(self.low, self.turn - longer // max(1, self.turns))
 
     def within(self) -> Iterator[Part]:
@@ -279,38 +279,38 @@ class Part:
             yield from part.within()
 
     def loop_at(self, name: str) -> Part | None:
-        """The loop of this name; where only its line is known, of several that a trainer holds there the one that
-        turns most, if most of the time passes in it."""
+        """The loop of this name. If only its line is given, a trainer may have several loops there: of those that take
+        at least half as long as the longest, the one with the most iterations."""
         loops = [part for part in self.within() if part.kind == LOOP]
-        there = [part for part in loops if part.named == name] or [part for part in loops if part.place == name]
-        longest = max((part.time for part in there), default=0)
-        return max((part for part in there if 2 * part.time >= longest), key=lambda part: part.turns, default=None)
+        named = [part for part in loops if part.named == name] or [part for part in loops if part.place == name]
+        longest = max((part.time for part in named), default=0)
+        return max((part for part in named if 2 * part.time >= longest), key=lambda part: part.turns, default=None)
 
 
 def loop_name(place: str, function: str) -> str:
-    """What a loop is called where it is spoken of: of a library's, several may stand at one line of the program."""
+    """A loop's name in reports. A line of the program may call several loops of a library."""
     return f"{place} ({function})" if ":" in function else place
 
 
 def place_of_loop(name: str) -> str:
-    """The program's own line: file:line."""
+    """The program's own line in the name of a loop: file:line."""
     return name.partition(" (")[0]
 
 
 @dataclass(frozen=True)
 class LineTime:
-    """A line of the program, how long the host was there, and how long the GPU had nothing to do meanwhile."""
+    """A line of the program, how long the host was there, and how long the GPU was idle meanwhile."""
 
     place: str  # file:line
     time: int
     idle: int = NONE
-    call: str = ""  # what the line called into, where it is a library: a function's name
-    within: str = ""  # the program's own line in there at which it mostly was: file:line
+    call: str = ""  # the function of a library that the line called
+    within: str = ""  # the program's own line that this call mostly was at: file:line
 
 
 @dataclass(frozen=True)
-class SlowTurns:
-    """A kind of turn that takes far longer than the others: every so many of them, so much longer, on that line."""
+class SlowIterations:
+    """A kind of iteration that takes far longer than the others: how often, how much longer, and at which line."""
 
     count: int
     every: float
@@ -322,42 +322,42 @@ class SlowTurns:
 
 @dataclass(frozen=True)
 class UnevenLoop:
-    """A loop around all others that takes one rank longer than the rest."""
+    """An outermost loop that takes one rank longer than the rest."""
 
     place: str  # file:line
-    rank: int  # whom it takes longest
-    turns: int  # of that rank
+    rank: int  # the rank that it takes longest
+    turns: int  # its iterations on that rank
     longest: int
     mean: int  # of all ranks
 
 
 @dataclass(frozen=True)
 class LoaderUse:
-    """A loader as the run used it: what it was given, how long batches took, how long the program waited for them."""
+    """A loader as the run used it: its settings, how long batches took, how long the program waited for them."""
 
-    place: str  # where the program made it, file:line
+    place: str  # where the program creates it, file:line
     workers: int
     prefetch: int  # batches that each worker prepares ahead
     batches: int
-    waited: int  # the program, for its batches
-    began: int = 0  # of that, for the first batch of each pass: workers start then
-    in_worker: int = NONE  # what one batch takes a worker, or the program where it has none
+    waited: int  # how long the program waited for its batches
+    began: int = 0  # the part of that for the first batch of each pass, when workers start
+    in_worker: int = NONE  # how long a worker prepares one batch, or the program itself if there are none
     looped: int = 0  # from the first batch of each pass to its last one
     cores: int = 0
     rank: int = 0
     passes: int = 1
-    turns: tuple[int, ...] = ()  # what the program did besides waiting: the mean of every `each` turns of its loop
+    turns: tuple[int, ...] = ()  # the program's time besides waiting: the mean of every `each` iterations of its loop
     each: int = 1
-    busy: int = NONE  # workers that gave any batch; NONE where nobody counted
+    busy: int = NONE  # workers that prepared any batch; NONE if unknown
 
     @property
     def idle(self) -> int:
-        """Workers that had nothing to prepare."""
+        """Workers that prepared nothing."""
         return max(0, self.workers - self.busy) if self.busy > 0 else 0
 
     @property
-    def turn(self) -> float:
-        """What a turn of its loop typically takes besides waiting for the batch."""
+    def iteration(self) -> float:
+        """The typical iteration of its loop without waiting for the batch."""
         return max(1.0, float(median(self.turns))) if self.turns else self._mean
 
     @property
@@ -365,8 +365,8 @@ class LoaderUse:
         return max(1.0, (self.looped - (self.waited - self.began)) / max(1, self.batches))
 
     def enough(self, shorter: float = 0.0, least: float = 1.0) -> int:
-        """The number of workers with which the run waits least, as far as there are cores, were each turn that much
-        shorter and none shorter than `least`; what workers take to start is a wait, too."""
+        """The number of workers, up to that of cores, with which the run waits least, if each iteration is that much
+        `shorter`, but not less than `least`. Starting workers counts as waiting."""
         if self.in_worker == NONE:
             return NONE
         costs = dict[int, int]()
@@ -378,45 +378,45 @@ class LoaderUse:
         return min(costs, key=lambda workers: costs[workers])
 
     def pace(self, workers: int) -> float:
-        """Nanoseconds from one batch to the next, however soon it is asked for."""
+        """Nanoseconds from one batch to the next, however soon the program needs it."""
         return self.in_worker / workers if self.in_worker != NONE and workers else 0.0
 
     def starting(self, workers: int) -> int:
-        """What it takes to start so many workers for each pass, whose first batch waits for that, too."""
+        """How long it takes to start so many workers in each pass, whose first batch waits for that."""
         first = self.began - self.passes * max(0, self.in_worker)
         return round(max(0, first) / self.workers * workers) if self.workers else 0
 
     def saved_with(self, workers: int, least: int) -> int:
-        """What the run would no longer wait with so many, were no turn shorter than `least`."""
+        """How much less the run waits with so many workers, if no iteration is shorter than `least`."""
         saved = self.waited - self.began - self.waits_with(workers) - self.starting(workers - self.workers)
         return min(saved, self.looped - self.batches * least)
 
     def waits_with(self, workers: int, shorter: float = 0.0, least: float = 1.0) -> int:
-        """How long the program would wait for batches, but the first of each pass.
+        """How long the program would wait for batches, without the first of each pass.
 
-        Each worker prepares its batches one after the other, and the next one is sent to it when the program takes
-        one. A turn that takes long fills the queue and no more, so the turns are gone through one by one.
+        Each worker prepares its batches one after the other, and gets the next task when the program takes a batch. A
+        long iteration only fills the queue, so iterations are simulated one by one.
         """
         if self.in_worker == NONE or not workers:
             return self.waited - self.began
         a_pass = -(-self.batches // max(1, self.passes))
-        several = min(self.each, max(1, SIMULATED_TURNS // max(1, len(self.turns))))
-        turns = [max(least, turn - shorter) for turn in self.turns or [self._mean] * min(self.batches, SIMULATED_TURNS)]
-        turns = [turn for turn in turns for _ in range(several)]
+        repeats = min(self.each, max(1, SIMULATED_ITERATIONS // max(1, len(self.turns))))
+        usual = self.turns or [self._mean] * min(self.batches, SIMULATED_ITERATIONS)
+        durations = [max(least, duration - shorter) for duration in usual for _ in range(repeats)]
         ahead, waited = workers * max(1, self.prefetch or USUAL_PREFETCH), 0.0
-        for first in range(0, len(turns), a_pass):
-            waited += _waited(turns[first : first + a_pass], self.in_worker, workers, ahead)
-        return round(waited * self.batches / max(1, len(turns)))
+        for first in range(0, len(durations), a_pass):
+            waited += _waited(durations[first : first + a_pass], self.in_worker, workers, ahead)
+        return round(waited * self.batches / max(1, len(durations)))
 
 
-def _waited(turns: list[float], prepares: float, workers: int, ahead: int) -> float:
-    """Of one pass, from its second batch on."""
-    free, took, now, waited = [0.0] * workers, list[float](), 0.0, 0.0
-    for number, turn in enumerate(turns):
-        sent = took[number - ahead] if number >= ahead else 0.0
+def _waited(durations: list[float], prepares: float, workers: int, ahead: int) -> float:
+    """The waits of one pass, from its second batch on."""
+    free, fetched, now, waited = [0.0] * workers, list[float](), 0.0, 0.0
+    for number, duration in enumerate(durations):
+        sent = fetched[number - ahead] if number >= ahead else 0.0
         ready = free[number % workers] = max(sent, free[number % workers]) + prepares
         waited += max(0.0, ready - now) if number else 0.0
         now = max(now, ready)
-        took.append(now)
-        now += turn
+        fetched.append(now)
+        now += duration
     return waited

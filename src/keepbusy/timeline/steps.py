@@ -15,53 +15,53 @@ from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import LOOP, place_of_loop
 
 NOISE_OF_A_SCRIPT = 0.03
-"""Of a script: to wait for less is noise, and no reason to explain its turns as one."""
+"""Waits that take less than this share of a script are noise."""
 ONE_CALL = (
     "The trace shows nothing that comes again, as the steps of a loop do: all of it is explained as one step, "
     "with whatever happens only the first time."
 )
 OTHER_PART = 0.1
-"""Stretches whose numbers of commands differ by more are different parts of a step."""
+"""Parts between marks whose numbers of commands differ by more are different parts of a step."""
 _SETTLING = 0.5
-"""Of the steps at most so many are taken for a beginning."""
+"""At most this share of the steps counts as the beginning."""
 FEWEST_PROVEN = 4
-"""So many iterations that only replay stand for a loop, and those in which its graph was compared are left out."""
+"""With so many iterations that only replay a graph, those that compare it are left out."""
 LEAVES_LOOP = 4
-"""A turn that launches so many times as much as others do has left its loop."""
+"""An iteration that launches so many times as much as others has left its loop."""
 
 
 def whole_steps(timeline: Timeline, plain_step: int | None = None) -> Timeline:
-    """From the first mark to the last; what remains holds whole steps only, and one mark begins each."""
-    timeline = without_proofs(turns_alone(timeline))
+    """Cuts from the first mark to the last, so that only whole steps remain, each with one mark at its begin."""
+    timeline = without_proofs(loop_alone(timeline))
     if not len(timeline.marks):
         guessed = by_pattern(timeline)
         timeline = guessed if not timeline.facts.is_whole or comes_again(guessed) else timeline
     marks = [timeline.marks_of(rank) for rank in timeline.ranks]
     count = min(map(len, marks))
-    if timeline.facts.plain_runs:  # ranks that were recorded live begin with the same step: one may be recorded longer
-        timeline = timeline.marked(one[:count] for one in marks)
-    if (turn := _only_turn(timeline, count)) is not None:
-        return turn
+    if timeline.facts.plain_runs:  # live recordings of ranks begin with the same step, and some may last longer
+        timeline = timeline.marked(of_rank[:count] for of_rank in marks)
+    if (step := _only_step(timeline, count)) is not None:
+        return step
     first_marks = timeline.marks_of(timeline.ranks[0])[-count:]
     if count < 3 or not (counts := commands_between(timeline, first_marks)).any():
         raise BadInput(f"{timeline.facts.named} shows fewer than two whole steps; record at least three.")
     full = np.flatnonzero(counts)
     first, last = int(full[0]), int(full[-1]) + 1
 
-    def cut_into(stretches: int) -> Timeline:
-        return _cut(timeline, count, np.arange(first + (last - first) % stretches, last + 1, stretches))
+    def cut_into(marks_a_step: int) -> Timeline:
+        return _cut(timeline, count, np.arange(first + (last - first) % marks_a_step, last + 1, marks_a_step))
 
     length = 1 if timeline.facts.loop else period(counts[first:last], _places(timeline, first_marks[first:last]))
     whole = cut_into(length)
-    if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # its steps are the plain step's own
+    if length > 1 or plain_step is None or timeline.facts.recorded is not None:  # live: one mark is one plain step
         return whole
-    several = _marks_a_step(whole, plain_step, (last - first) // 2)
-    return cut_into(several).change_facts(marks_a_step=several) if several > 1 else whole
+    marks_a_step = _marks_a_step(whole, plain_step, (last - first) // 2)
+    return cut_into(marks_a_step).change_facts(marks_a_step=marks_a_step) if marks_a_step > 1 else whole
 
 
 def without_broken_off(timeline: Timeline) -> Timeline:
-    """Without what a program that was cut short did last: the iteration that it did not finish, which a virtual run
-    marks as if it had, or where there are no iterations the line that raised."""
+    """Without the last thing that a program did before it was cut short: the unfinished iteration, which a virtual run
+    marks as if it were complete, or without iterations the line that raised."""
     ended, loop = timeline.facts.cut_short, place_of_loop(timeline.facts.loop)
     if ended is None or not timeline.facts.is_whole:  # no window of a live recording holds such an iteration
         return timeline
@@ -74,19 +74,19 @@ def without_broken_off(timeline: Timeline) -> Timeline:
         in_file = lines[np.array([file == loop.rpartition(":")[0] for file, _, _ in written], bool)]
         last = [int(timeline.marks_of(rank)[-1]) for rank in timeline.ranks]
         if all((frames.start[in_file] >= timeline.spans.start[mark]).any() for mark in last):
-            return timeline  # the iteration that begins there is the one that was not finished
+            return timeline  # the unfinished iteration begins at the last mark
         return timeline.change(marks=np.setdiff1d(timeline.marks, last))
-    raised = np.zeros(len(frames) + 1, bool)  # one more place: of no frame
+    raised = np.zeros(len(frames) + 1, bool)  # one more entry for no frame
     raised[lines] = [f"{file}:{line}" == ended.place for file, line, _ in written]
     if not raised.any() or len(timeline.ranks) > 1:
         return timeline
-    within, count = raised, 0  # the line's frames, and what stands in them
-    while (found := int(within.sum())) != count:
-        within, count = within | np.append(within[frames.parent], False), found
+    within, count = raised, 0  # the line's frames, and those within them
+    while (inside := int(within.sum())) != count:
+        within, count = within | np.append(within[frames.parent], False), inside
     first_lane = lines[frames.lane[lines] == frames.lane[np.flatnonzero(raised)[0]]]
     others, last_visit = first_lane[~within[first_lane]], frames.start[np.flatnonzero(raised)].max()
     if (frames.start[others] > last_visit).any():
-        return timeline  # what was recorded of that line is a visit before, which was fine
+        return timeline  # only an earlier visit of that line was recorded, which did not raise
     ended_before = frames.end[others][frames.end[others] <= last_visit].max(initial=0)
     kept = timeline.on_device | (timeline.spans.start < ended_before)
     kept[launches.target] = kept[launches.source]
@@ -94,32 +94,32 @@ def without_broken_off(timeline: Timeline) -> Timeline:
 
 
 def _marks_a_step(whole: Timeline, plain_step: int, most: int) -> int:
-    """As a plain step tells that is several times as long as what is between two marks; else one."""
+    """How many marks make one step, if the plain step is several times as long as what is between two marks; else 1."""
     ratio = plain_step / max(1.0, pace(sample(whole)))
-    several = min(most, round(ratio))
-    return several if abs(ratio - several) < 0.2 * several else 1
+    marks = min(most, round(ratio))
+    return marks if abs(ratio - marks) < 0.2 * marks else 1
 
 
-def _only_turn(timeline: Timeline, count: int) -> Timeline | None:
-    """A run with fewer than two whole steps: its only one, or the turn that it is; None where neither is known."""
+def _only_step(timeline: Timeline, count: int) -> Timeline | None:
+    """A run with fewer than two whole steps, as its only step; None if that is not known."""
     facts = timeline.facts
     if count > 2 or not timeline.on_device.any():
         return None
-    is_script = facts.is_whole and facts.reason is None  # and no window on one of its loops
-    turn = timeline if is_script or count < 2 else _cut(timeline, count, np.array([0, 1]))
-    is_whole = bool(facts.plain_runs) and not facts.one_turn  # of a part nothing is known
-    if count == 2 and not is_script and (is_whole or facts.plain_step is not None):
-        # of a long step a window holds one, and the next ones are like it: the host runs ahead into them, too
-        turn = turn.change_facts(one_turn=False)
+    is_script = facts.is_whole and facts.reason is None  # not a window on one of its loops
+    step = timeline if is_script or count < 2 else _cut(timeline, count, np.array([0, 1]))
+    is_whole_step = bool(facts.plain_runs) and not facts.one_turn
+    if count == 2 and not is_script and (is_whole_step or facts.plain_step is not None):
+        # a window may have just one long step of many: the host runs ahead into the next ones
+        step = step.change_facts(one_turn=False)
     elif facts.is_whole or facts.one_turn or facts.traced:
-        turn = one_turn(turn).change_facts(notes=(*facts.notes, *((ONE_CALL,) if facts.traced else ())))
+        step = as_one_step(step).change_facts(notes=(*facts.notes, *((ONE_CALL,) if facts.traced else ())))
     else:
         return None
-    return turn if turn.on_device.any() else None
+    return step if step.on_device.any() else None
 
 
-def one_turn(timeline: Timeline) -> Timeline:
-    """A whole script without steps: it is explained as the one turn that it is, from its first command's launch on."""
+def as_one_step(timeline: Timeline) -> Timeline:
+    """A whole script without steps as one step, from the launch of its first command on."""
     launched = timeline.launches.source
     first = [launched[timeline.rank_of_rows[launched] == rank].min(initial=len(timeline)) for rank in timeline.ranks]
     marks = np.array([row for row in first if row < len(timeline)], np.int64)
@@ -133,8 +133,8 @@ def one_turn(timeline: Timeline) -> Timeline:
 def without_timer_reads(timeline: Timeline) -> Timeline:
     """Without the waits in which DDP reads its own timers.
 
-    PyTorch makes them in a model's first ten iterations, and in every hundredth from then on, so a window at the
-    beginning of a run shows a host that waits for the device where every other step lets it run ahead.
+    PyTorch does that in a model's first ten iterations and then in every hundredth, so a window at the beginning of a
+    run shows waits that other steps do not have.
     """
     spans, in_ddp = timeline.spans, np.append(timeline.frames.role & Role.DDP_FORWARD != 0, False)
     reads = (spans.kind == Kind.SYNC) & (spans.role & Role.AWAITS_EVENT != 0) & in_ddp[spans.frame]
@@ -149,8 +149,8 @@ def without_timer_reads(timeline: Timeline) -> Timeline:
 
 
 def without_proofs(timeline: Timeline) -> Timeline:
-    """Without the iterations in which `keepbusy.graph` compares a replay with the step as it is written: there are few
-    in a long run, and what they do is over once the graph is proven. Where there are no others, these are explained."""
+    """Without the iterations in which `keepbusy.graph` compares a replay with the original step, as a long run has only
+    few of them. If there are hardly any others, they stay."""
     proving = np.append(timeline.frames.role & Role.PROVES != 0, False)[timeline.spans.frame]
     if not proving.any():
         return timeline
@@ -162,13 +162,13 @@ def without_proofs(timeline: Timeline) -> Timeline:
 
 
 def _without(timeline: Timeline, dropped: Ints) -> Timeline:
-    """Without these steps, by number, of each rank."""
+    """Without the steps of each rank with these numbers."""
     kept = ~np.isin(_step_of_rows(timeline), dropped)
-    return timeline.marked(np.delete(timeline.marks_of(one), dropped) for one in timeline.ranks).keep(kept)
+    return timeline.marked(np.delete(timeline.marks_of(rank), dropped) for rank in timeline.ranks).keep(kept)
 
 
-def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
-    """Without what lies beside the loop whose turns are marked. `brief`: nor what lies before them and after."""
+def loop_alone(timeline: Timeline, brief: bool = False) -> Timeline:
+    """Without what lies beside the loop. `brief`: also without what lies before its first mark and after its last."""
     beside = np.array(timeline.facts.beside, np.int64)
     fewest = min((len(timeline.marks_of(rank)) for rank in timeline.ranks), default=0) - len(beside)
     alone = _without(timeline, beside).change_facts(beside=()) if len(beside) and fewest > 2 else timeline
@@ -184,14 +184,14 @@ def turns_alone(timeline: Timeline, brief: bool = False) -> Timeline:
 
 
 def within_loop(timeline: Timeline) -> Timeline:
-    """Of a window on a loop: its last turn before it is left goes on until it is entered again, and what the program
-    does until then lies beside the loop."""
+    """In a window on a loop: marks what lies beside it. The last iteration before the loop is left lasts until it is
+    entered again, and includes all that the program does in between."""
     reason = timeline.facts.reason
     return marked_beside(timeline) if reason is not None and reason.why == LOOP else timeline
 
 
 def marked_beside(timeline: Timeline) -> Timeline:
-    """The turns that go on until the loop is entered again launch far more than others."""
+    """Marks iterations that last until the loop is entered again as beside it: they launch far more than others."""
     if timeline.facts.beside or len(timeline.marks) < 3:
         return timeline
     launched = commands_between(timeline, timeline.marks_of(timeline.ranks[0]))
@@ -199,22 +199,22 @@ def marked_beside(timeline: Timeline) -> Timeline:
     return timeline.change_facts(beside=tuple(beside))
 
 
-def stretch_beside(timeline: Timeline) -> Timeline | None:
-    """What was recorded from a loop's last turn until it was entered again, as a turn of the loop around it."""
+def enclosing_iteration(timeline: Timeline) -> Timeline | None:
+    """One iteration of the enclosing loop: from a loop's last iteration until it is entered again."""
     last = min(len(timeline.marks_of(rank)) for rank in timeline.ranks) - 1
-    known = [number for number in timeline.facts.beside if number < last]
-    return from_mark(timeline, known[-1], known[-1] + 2).change_facts(beside=(), recorded=()) if known else None
+    numbers = [number for number in timeline.facts.beside if number < last]
+    return from_mark(timeline, numbers[-1], numbers[-1] + 2).change_facts(beside=(), recorded=()) if numbers else None
 
 
 def from_mark(timeline: Timeline, first: int, last: int | None = None) -> Timeline:
-    """Marked only from this mark of each rank on, and up to another one."""
+    """With only the marks of each rank from `first` on, and before `last`."""
     beside = [number for number in timeline.facts.beside if first <= number and (last is None or number < last)]
     marked = timeline.marked(timeline.marks_of(rank)[first:last] for rank in timeline.ranks)
     return marked.change_facts(beside=tuple(number - first for number in beside))
 
 
 def _step_of_rows(timeline: Timeline) -> Ints:
-    """Of each row, the number of its rank's step."""
+    """For each row, the number of its step in its rank."""
     step, row, rank = np.full(len(timeline), NONE, np.int64), np.arange(len(timeline)), timeline.rank_of_rows
     for number in timeline.ranks:
         of_rank = rank == number
@@ -223,31 +223,31 @@ def _step_of_rows(timeline: Timeline) -> Ints:
 
 
 def _cut(timeline: Timeline, count: int, chosen: Ints) -> Timeline:
-    """Only what stands between the first and the last chosen of each rank's last `count` marks."""
+    """Only the rows between the first and the last chosen of each rank's last `count` marks."""
     rank, row = timeline.rank_of_rows, np.arange(len(timeline))
     kept, marks = np.zeros(len(timeline), bool), []
     for number in timeline.ranks:
-        of_rank = timeline.marks_of(number)[-count:][chosen]
-        marks.append(of_rank[:-1])
-        kept |= (rank == number) & (row >= of_rank[0]) & (row < of_rank[-1])
+        chosen_marks = timeline.marks_of(number)[-count:][chosen]
+        marks.append(chosen_marks[:-1])
+        kept |= (rank == number) & (row >= chosen_marks[0]) & (row < chosen_marks[-1])
     cut = timeline.marked(marks).keep(kept)
-    return cut.change(links=Links.concatenate([cut.links, _into_next_round(timeline, kept)]))
+    return cut.change(links=Links.concatenate([cut.links, _into_next_pass(timeline, kept)]))
 
 
-def _into_next_round(timeline: Timeline, kept: Mask) -> Links:
-    """What the last step releases in the one after it, as links to the same rows of the first: the next round's."""
+def _into_next_pass(timeline: Timeline, kept: Mask) -> Links:
+    """What the last step releases in the next one, as links to the same rows of the first step, in the next pass."""
     spans, links, new = timeline.spans, timeline.links, np.cumsum(kept) - 1
     leaving = links.take(kept[links.source] & ~kept[links.target] & (links.kind != LinkKind.LAUNCH))
-    again = np.full(len(leaving), NONE, np.int64)
+    next_target = np.full(len(leaving), NONE, np.int64)
     for lane in np.unique(spans.lane[leaving.target]).tolist():
-        mine, rows = np.flatnonzero(spans.lane[leaving.target] == lane), timeline.rows_of(lane)
+        of_lane, rows = np.flatnonzero(spans.lane[leaving.target] == lane), timeline.rows_of(lane)
         inside = rows[kept[rows]]
-        place = np.searchsorted(rows, leaving.target[mine]) - np.searchsorted(rows, inside.max(initial=NONE)) - 1
-        place = np.where(place < 0, len(inside), np.minimum(place, len(inside)))  # a damaged link may lead back
-        again[mine] = np.append(inside, NONE)[place]
-    alike = (again != NONE) & (spans.name[again] == spans.name[leaving.target])
-    alike &= spans.kind[again] == spans.kind[leaving.target]
-    return leaving.take(alike).change(source=new[leaving.source[alike]], target=new[again[alike]])
+        place = np.searchsorted(rows, leaving.target[of_lane]) - np.searchsorted(rows, inside.max(initial=NONE)) - 1
+        place = np.where(place < 0, len(inside), np.minimum(place, len(inside)))  # a damaged link may point back
+        next_target[of_lane] = np.append(inside, NONE)[place]
+    alike = (next_target != NONE) & (spans.name[next_target] == spans.name[leaving.target])
+    alike &= spans.kind[next_target] == spans.kind[leaving.target]
+    return leaving.take(alike).change(source=new[leaving.source[alike]], target=new[next_target[alike]])
 
 
 def commands_between(timeline: Timeline, marks: Ints) -> Ints:
@@ -257,12 +257,12 @@ def commands_between(timeline: Timeline, marks: Ints) -> Ints:
 
 
 def period(counts: Ints, places: Ints) -> int:
-    """How many stretches make one step: a loop with two optimizers marks each step twice, in turns that differ in what
-    they launch. Where no step launches what another does, in the lines that mark them."""
-    for seen, apart in ((counts, OTHER_PART), (places, 0)):
-        for length in range(2, (len(seen) - 1) // 2 + 1):
-            turns = seen[:length]
-            if (seen[:-length] == seen[length:]).all() and max(turns) > (1 + apart) * min(turns):
+    """How many marks make one step: a loop with two optimizers marks each step twice, with different launches after
+    each mark, or else with marks at different lines."""
+    for values, difference in ((counts, OTHER_PART), (places, 0)):
+        for length in range(2, (len(values) - 1) // 2 + 1):
+            repeated = values[:length]
+            if (values[:-length] == values[length:]).all() and max(repeated) > (1 + difference) * min(repeated):
                 return length
     return 1
 
@@ -275,13 +275,12 @@ def _places(timeline: Timeline, marks: Ints) -> Ints:
 
 
 SAMPLED_ROWS = 36_000
-"""Of a sample, about."""
+"""The approximate size of a sample."""
 
 
 def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = False) -> Timeline:
-    """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order. Of those
-    that take far longer than others, as where something is saved now and then, there is the share that they have.
-    `apart`: and none of them where they are rare."""
+    """Few enough steps to be replayed often: chosen evenly from the fastest to the slowest, in their order. Far longer
+    steps, as with a checkpoint now and then, keep their share. `apart`: without these if they are rare."""
     usual, long, _ = _by_length(timeline)
     if apart and _are_rare(usual, long):
         long = long[:0]
@@ -290,7 +289,7 @@ def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = Fals
     if count > wanted:
         of_long = max(1, round(wanted * len(long) / count)) if len(long) else 0
         of_usual = min(round(of_long * len(usual) / len(long)), _MOST_FOR_LONG * wanted) if of_long else wanted
-        if of_long / (of_long + of_usual) > 2 * len(long) / count:  # left out, they are missed by less
+        if of_long / (of_long + of_usual) > 2 * len(long) / count:  # too large a share: leaving them out errs less
             of_long, of_usual = 0, wanted
         usual, long = _evenly(usual, min(of_usual, len(usual))), _evenly(long, of_long)
     chosen = np.sort(np.concatenate([usual, long]))
@@ -298,11 +297,11 @@ def sample(timeline: Timeline, most_rows: int = SAMPLED_ROWS, apart: bool = Fals
 
 
 def rare_steps(timeline: Timeline, most_rows: int = SAMPLED_ROWS) -> tuple[Timeline, int] | None:
-    """Some of those that take far longer than others and are rare, and how many there are; None if there are none, or
-    if they take next to nothing of the time."""
+    """A sample of the rare steps that take far longer than others, and how many there are; None if there are none, or
+    if they take next to no time."""
     usual, long, lengths = _by_length(timeline)
-    take = lengths[long].sum() / max(1, lengths.sum())
-    if not _are_rare(usual, long) or take < NOISE_OF_A_SCRIPT:
+    share = lengths[long].sum() / max(1, lengths.sum())
+    if not _are_rare(usual, long) or share < NOISE_OF_A_SCRIPT:
         return None
     rows = np.isin(_step_of_rows(timeline), long).sum()  # an evaluation may launch as much as a hundred steps
     wanted = max(_FEWEST_RARE, most_rows * len(long) // max(1, rows))
@@ -314,8 +313,7 @@ def _are_rare(usual: Ints, long: Ints) -> bool:
 
 
 def _by_length(timeline: Timeline) -> tuple[Ints, Ints, Ints]:
-    """Usual steps, those that take far longer, and how long each takes: on the rank where it takes longest, for one
-    that is ahead waits later."""
+    """Usual steps, those that take far longer, and how long each takes, on the rank where it takes longest."""
     of_ranks = list[Ints]()
     for rank in timeline.ranks:
         marks = timeline.marks_of(rank)
@@ -335,11 +333,11 @@ def _of_steps(timeline: Timeline, chosen: Ints) -> Timeline:
 
 
 _FAR_LONGER = 3.0
-"""Times the median: a step that takes so long did something that most do not."""
+"""A step that takes so many times the median did something that most do not."""
 _MOST_FOR_LONG = 4
-"""So many times as many steps are replayed, at most, for one that takes far longer to have its share."""
+"""At most so many times as many steps are replayed so that far longer ones have their share."""
 _RARE = 0.05
-"""Of the others: fewer steps that take far longer are explained by themselves."""
+"""If far longer steps are a smaller share of the others, they are explained by themselves."""
 _FEWEST_RARE = 4
 
 
@@ -348,65 +346,62 @@ def _evenly(steps: Ints, count: int) -> Ints:
 
 
 def _frames_within(timeline: Timeline, steps: Ints) -> Mask:
-    """Which frames are open at some time of these steps of their rank."""
+    """Which frames are open at some time in these steps of their rank."""
     frames, ranks = timeline.frames, timeline.rank_of_lanes
     within = np.zeros(len(frames), bool)
     for rank in timeline.ranks:
-        marks, mine = timeline.marks_of(rank), np.flatnonzero(ranks[frames.lane] == rank)
+        marks, of_rank = timeline.marks_of(rank), np.flatnonzero(ranks[frames.lane] == rank)
         borders = np.append(timeline.spans.start[marks], np.iinfo(np.int64).max)
-        before = np.append(0, np.cumsum(np.isin(np.arange(len(marks)), steps)))  # of the chosen, those before each
-        first = np.maximum(np.searchsorted(borders, frames.start[mine], side="right") - 1, 0)
-        last = np.maximum(np.searchsorted(borders, frames.end[mine], side="right"), first + 1)
-        within[mine] = before[np.minimum(last, len(marks))] > before[np.minimum(first, len(marks))]
+        before = np.append(0, np.cumsum(np.isin(np.arange(len(marks)), steps)))  # how many chosen steps precede each
+        first = np.maximum(np.searchsorted(borders, frames.start[of_rank], side="right") - 1, 0)
+        last = np.maximum(np.searchsorted(borders, frames.end[of_rank], side="right"), first + 1)
+        within[of_rank] = before[np.minimum(last, len(marks))] > before[np.minimum(first, len(marks))]
     return within
 
 
 def comes_again(timeline: Timeline) -> bool:
-    """Of a script that was recorded whole: whether most of what its GPU waits comes again in each of these turns. Else
-    they were there to warm up, and the script is explained whole.
-    """
+    """Whether most of the GPU's idle time in a script recurs in each of these iterations. If not, they were a warm-up,
+    and the script is explained as one step."""
     marks, spans = timeline.marks_of(timeline.ranks[0]), timeline.spans
     kernels = np.flatnonzero((spans.kind == Kind.KERNEL) & (timeline.rank_of_rows == timeline.ranks[0]))
     if len(marks) < 2 or not len(kernels):
-        return len(marks) < 2 or not timeline.facts.is_whole  # what computes nothing sets something up
+        return len(marks) < 2 or not timeline.facts.is_whole  # iterations without kernels are a setup
     kernels = kernels[np.argsort(spans.start[kernels], kind="stable")]
     reached = np.maximum.accumulate(spans.end[kernels])
     gap = np.maximum(0, spans.start[kernels[1:]] - reached[:-1])
-    turn = np.searchsorted(marks, kernels[1:], side="right") - 1
-    waits = np.bincount(turn[turn >= 0], gap[turn >= 0], len(marks))
-    again = len(marks) * np.median(waits)
-    return bool(waits.sum() - again <= max(again, NOISE_OF_A_SCRIPT * (reached[-1] - spans.start[kernels[0]])))
+    step_of_gap = np.searchsorted(marks, kernels[1:], side="right") - 1
+    waits = np.bincount(step_of_gap[step_of_gap >= 0], gap[step_of_gap >= 0], len(marks))
+    repeated = len(marks) * np.median(waits)
+    return bool(waits.sum() - repeated <= max(repeated, NOISE_OF_A_SCRIPT * (reached[-1] - spans.start[kernels[0]])))
 
 
 def has_steps(timeline: Timeline) -> bool:
-    """Whether anything trains, or the program says itself where its steps end."""
+    """Whether the run has marks of steps: an optimizer's, the profiler's or the program's own."""
     names = [number for number, name in enumerate(timeline.names) if name.startswith(STEP_MARKS)]
     return bool(np.isin(timeline.frames.name, names).any())
 
 
 def by_pattern(timeline: Timeline) -> Timeline:
-    """Marks for a run that has none: where the pattern of its launches begins anew."""
+    """Marks for a run without any: where the pattern of its launches repeats."""
     return timeline.marked(_pattern(timeline, rank) for rank in timeline.ranks)
 
 
 def _pattern(timeline: Timeline, rank: int) -> Ints:
     spans, launches = timeline.spans, timeline.launches
     rows, first = np.unique(launches.source, return_index=True)
-    mine = timeline.rank_of_rows[rows] == rank
-    rows, commands = rows[mine], launches.target[first[mine]]
+    of_rank = timeline.rank_of_rows[rows] == rank
+    rows, commands = rows[of_rank], launches.target[first[of_rank]]
     length = repetition(spans.name[commands])
     if not length:
         return np.zeros(0, np.int64)
-    # a step begins where the host works longest before a launch: input, bookkeeping, a read
+    # a step begins where the host works longest before a launch: for input, bookkeeping or a read
     before = spans.start[rows[1:]] - spans.end[rows[:-1]]
     pauses = [float(np.median(before[offset::length])) for offset in range(length)]
     main = np.bincount(spans.lane[rows]).argmax()
     begin = 1 + int(np.argmax(pauses))
     steps = spans.name[commands[begin : begin + (len(commands) - begin) // length * length]].reshape(-1, length)
-    again = np.flatnonzero(
-        (steps[1:] == steps[:-1]).all(axis=1)
-    )  # a program makes its tensors before it begins to loop
-    chosen = rows[begin + length * (int(again[0]) if len(again) else 0) :: length]
+    repeats = np.flatnonzero((steps[1:] == steps[:-1]).all(axis=1))  # a program creates tensors before its loop
+    chosen = rows[begin + length * (int(repeats[0]) if len(repeats) else 0) :: length]
     lane = timeline.rows_of(int(main))
     return np.unique(lane[np.minimum(np.searchsorted(lane, chosen), len(lane) - 1)])
 
@@ -421,26 +416,25 @@ def repetition(names: Ints) -> int:
     alike = np.fft.irfft(spectrum * spectrum.conj(), axis=1)[:, :count].mean(axis=0) / (count - np.arange(count))
     alike = alike[: count // 2 + 1]
     near = np.flatnonzero(alike[1:] >= 0.97 * alike[1:].max(initial=0.0))[:64] + 1
-    # two names may bear the same signs, so what looks alike is compared name by name
+    # two names may have the same signs, so candidates are compared name by name
     same = np.array([np.mean(names[length:] == names[:-length]) for length in near.tolist()])
     return int(near[same >= 0.97 * same.max()][0]) if same.max(initial=0.0) > 0.8 else 0
 
 
 def without_first_steps(timeline: Timeline) -> Timeline:
-    """Without the marks of steps that are not like those that follow: what explains a run begins at its first mark.
+    """Without the marks of the first steps, so that these are not explained.
 
-    A run that was recorded whole begins with the program. Its first steps make memory, buckets and states, and no later
-    step does.
+    A whole run begins with the program, and its first steps allocate memory, buckets and states as no later step does.
     """
     marks = [timeline.marks_of(rank) for rank in timeline.ranks]
     if min(map(len, marks), default=0) < 4:
         return timeline
-    first = max(_first_steady(timeline, one) for one in marks)
+    first = max(_first_steady(timeline, of_rank) for of_rank in marks)
     return from_mark(timeline, first).change_facts(first_steps=first)
 
 
 def _first_steady(timeline: Timeline, marks: Ints) -> int:
-    """How many steps at the beginning launch more or less than later ones, or ask the driver for more memory."""
+    """The first step that launches as much as later ones, and requests no more memory from the driver."""
     before = np.concatenate([[0], np.cumsum(timeline.spans.kind == Kind.ALLOCATE)])
     steps = np.setdiff1d(np.arange(len(marks) - 1), timeline.facts.beside)
     launches, allocations = commands_between(timeline, marks)[steps], np.diff(before[marks])[steps]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from keepbusy.timeline.files import BadInput
 from keepbusy.timeline.model import NONE, Frames, Kind, Links, MemoryUse, Timeline, last_arrival
-from keepbusy.timeline.ranks import met
+from keepbusy.timeline.ranks import join_ranks
 from keepbusy.timeline.replay import pace
 from keepbusy.timeline.run_facts import Cluster, RankTimes, Straggler
 from keepbusy.timeline.steps import sample, whole_steps
@@ -75,7 +75,7 @@ def _times(digests: Sequence[RankDigest], ranks: Sequence[int]) -> Iterator[Rank
         one.collectives.change(lanes=tuple(lane._replace(rank=rank) for lane in one.collectives.lanes))
         for one, rank in zip(digests, ranks, strict=True)
     ]
-    together = met(collectives)
+    together = join_ranks(collectives)
     spans, rank = together.spans, together.rank_of_rows
     parts = np.flatnonzero(spans.meeting != NONE)
     waits = (last_arrival(together) - spans.start)[parts]

@@ -18,7 +18,7 @@ from keepbusy.program.loops.line_iterations import LoopKey
 from keepbusy.program.loops.slow_iterations import PlacesInTime, beat_of, slow_kinds, warm_up
 from keepbusy.program.loops.source_loops import SourceLoop, SourceLoops
 from keepbusy.timeline.model import NONE, Ints, Mask
-from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowTurns, loop_name
+from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LINE, LOOP, RUN, LineTime, Part, SlowIterations, loop_name
 
 STRETCHES = 240
 """The run is divided into so many equal parts for the course of the GPU's busy share."""
@@ -380,7 +380,7 @@ class RunTree:
             kinds=self._slow_kinds(node, number[cold:], part.time),
         )
 
-    def _slow_kinds(self, node: LoopNode, number: Ints, whole: int) -> tuple[SlowTurns, ...]:
+    def _slow_kinds(self, node: LoopNode, number: Ints, whole: int) -> tuple[SlowIterations, ...]:
         """Iterations that take far longer than the others, by the line of the loop's own at which they do."""
         assert node.ends is not None
         own_lines = dict(self._own_lines(node))
@@ -396,7 +396,7 @@ class RunTree:
                 break
             rhythm = beat_of(number[kind.rows], number)
             found.append(
-                SlowTurns(
+                SlowIterations(
                     count=len(kind.rows),
                     every=len(number) / len(kind.rows) if rhythm is None else rhythm,
                     regular=rhythm is not None,

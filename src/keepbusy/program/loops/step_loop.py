@@ -18,7 +18,7 @@ from keepbusy.program.loops.run_tree import NEVER, LoopNode, LoopTimes, follows
 from keepbusy.timeline.frame_roles import Role
 from keepbusy.timeline.model import FrameKind, Ints, Kind, LinkKind, Timeline
 from keepbusy.timeline.run_facts import LOOP, WindowReason
-from keepbusy.timeline.steps import by_pattern, comes_again, has_steps, turns_alone
+from keepbusy.timeline.steps import by_pattern, comes_again, has_steps, loop_alone
 
 LOOP_IS_WORTH = 0.03
 """Share of the time of all loops: a loop with less idle time of the GPU is not explained separately."""
@@ -176,7 +176,7 @@ def with_marks(timeline: Timeline, lane: int, trains: BusyLoop, loops: Sequence[
             window = _marked(timeline, lane, loop, KEPT_ITERATIONS)
             if window.facts.loop:
                 reason = WindowReason(LOOP, place=loop.place)
-                further.append(turns_alone(window, brief=True).change_facts(reason=reason, run=None, notes=()))
+                further.append(loop_alone(window, brief=True).change_facts(reason=reason, run=None, notes=()))
     return marked.change(further=tuple(further))
 
 
