@@ -1,4 +1,4 @@
-"""Profiler files -> `Timeline`: PyTorch's own traces, one file a rank. Of very many ranks a few are kept whole."""
+"""Profiler files -> `Timeline`: PyTorch's own traces, one file per rank. Of very many ranks a few are kept whole."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from keepbusy.traces.trace_file import EachOf
 
 READ = 0.7
-"""Finding out what released what takes the rest of the time."""
+"""The share of the time that reading takes. Finding what released what takes the rest."""
 WHOLE = 16
-"""Ranks that are all kept whole: two hosts of eight. Of more, a few are."""
+"""Up to so many ranks are all kept whole: two hosts of eight. Of more, only a few are."""
 
 
 def read(
@@ -24,9 +24,8 @@ def read(
     on_progress: Callable[[str, float], Any] | None = None,
     each: EachOf | None = None,
 ) -> Timeline:
-    """All ranks of one run, from the files that their profilers wrote. Of more than 16 a few are kept whole, and what
-    the others do is in `facts.cluster`. `each`: who reads very many, if not the processor's cores.
-    """
+    """All ranks of one run, from the files of their profilers. Of more than 16 a few are kept whole, and figures
+    of all are in `facts.cluster`. `each` reads very many files, if not one process per core does."""
     from keepbusy.timeline.files import BadInput
     from keepbusy.timeline.ranks import merge
     from keepbusy.traces.rank_timeline import timeline_of

@@ -1,9 +1,9 @@
-"""A trace's file, unpacked block by block -> its events, batch by batch, and what stands around them.
+"""A trace's file, unpacked block by block -> its events, batch by batch, and the facts around them.
 
-Of an event only the few fields that are of use are decoded.
+Only the few useful fields of an event are decoded.
 
-Where one event ends and the next begins is usually found by a cheap guess, and decoding tells when that was wrong: a
-cut at the wrong depth leaves brackets open. Then the text is scanned exactly, with numpy, whatever its layout.
+A cheap guess usually finds where one event ends and the next begins. If it was wrong, decoding fails, as a cut at the
+wrong depth leaves brackets open. Then the text is scanned exactly, with numpy, whatever its layout.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from keepbusy.timeline.model import NONE, Ints
 from keepbusy.traces.kineto_names import ARGUMENTS, CUDA_MEMORY, MEMORY, MEMORY_ARGUMENTS
 
 OnProgress: TypeAlias = Callable[[str, float], Any]
-"""Called now and then with what is being done, and which share of it is done, from 0 to 1."""
+"""Receives progress now and then: what is being done, and which share is done, from 0 to 1."""
 RECORD = "record with torch.profiler.profile(...) and give what its export_chrome_trace writes"
 
 BLOCK_SIZE = 256 << 10
 """Small enough that a block and its rows stay in the processor's cache: a quarter faster than 1 MB."""
 SMALL = 64 << 20
-"""Below this, what a file decompresses to is nobody's trouble."""
+"""A file that unpacks to fewer bytes is never refused for its size."""
 _MOST_RATIO = 200
-"""A long trace is about 20 times smaller compressed; only a file made to do harm shrinks so much more."""
+"""Compressing makes a long trace about 20 times smaller. Only a malicious file shrinks so much more."""
 _MOST_BYTES = 64 << 30
 _LEAST_EVENT = 4
-"""Bytes of the file that an event takes, compressed or not; the real ones take 15 and more."""
+"""Bytes of the file per event, compressed or not. Real ones take 15 or more."""
 FEW_EVENTS = 1 << 20
-"""Fewer than these are nobody's trouble."""
+"""A file with fewer events is never refused for their number."""
 _GZIP = b"\x1f\x8b"
 _DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, cast("type[Exception]", isal_zlib.error))
 _FOREIGN_BEGINNINGS = (
@@ -56,7 +56,7 @@ _FOREIGN_BEGINNINGS = (
 )
 
 LARGEST_FLOAT_TIME = 2.0**43
-"""Microseconds up to which a float keeps each nanosecond apart from the next."""
+"""Microseconds up to which a float distinguishes nanoseconds."""
 _ERRORS = (ValueError, RecursionError)
 """What msgspec raises: its own errors and those of UTF-8 are ValueErrors."""
 
@@ -77,24 +77,24 @@ _BOM = b"\xef\xbb\xbf"
 _DEPTH = np.zeros(256, np.int64)
 _DEPTH[list(b"{[")] = 1
 _DEPTH[list(b"}]")] = -1
-_TELLING = np.zeros(256, np.bool_)
-_TELLING[list(b'{}[]"\n')] = True
+_MATTERS = np.zeros(256, np.bool_)
+_MATTERS[list(b'{}[]"\n')] = True
 
 _MOST_BEFORE = 16 << 20
 _MOST_AFTER = 64 << 20
 _LONGEST_EVENT = 16 << 20
-"""Bytes that may stand before the list of events, after it, and in one event."""
+"""The most bytes before the list of events, after it, and in one event."""
 _LINE = re.compile(rb'^\s*"(\w+)": (.*?),?\s*$', re.MULTILINE)
 
 
 class Arguments(msgspec.Struct, gc=False, rename=ARGUMENTS):
-    """`args`. Of any type: a producer that writes a string for a number loses that number, not the event."""
+    """`args`. Values can have any type: if a producer writes a string for a number, only that number is lost."""
 
     correlation: Any = -1
     device: Any = -1
     stream: Any = -1
     size: Any = -1
-    grid: msgspec.Raw = msgspec.Raw()  # few kernels differ in it: each text is read once
+    grid: msgspec.Raw = msgspec.Raw()  # there are few different grids, so each text is parsed once
     sequence: Any = -1
     awaited_stream: Any = -1
     awaited_record: Any = -1
@@ -122,20 +122,20 @@ class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
 
 
 class ExactlyTimed(Complete):
-    """The same, for times too large for a float to hold their nanoseconds."""
+    """An event whose times are too large for a float to hold their nanoseconds."""
 
     ts: Decimal  # type: ignore[assignment]
     dur: Decimal  # type: ignore[assignment]
 
 
 class Label(msgspec.Struct, gc=False):
-    """`args` of a Naming."""
+    """The `args` of a Naming."""
 
     name: Any = None
 
 
 class Naming(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
-    """What names a thread or a process."""
+    """An event that names a thread or a process."""
 
     name: str = ""
     pid: int | str | float | None = 0
@@ -144,7 +144,7 @@ class Naming(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
 
 
 class MemoryArguments(msgspec.Struct, gc=False, rename=MEMORY_ARGUMENTS):
-    """`args` of an Instant."""
+    """The `args` of an Instant."""
 
     kind: Any = -1
     device: Any = 0
@@ -155,7 +155,7 @@ class MemoryArguments(msgspec.Struct, gc=False, rename=MEMORY_ARGUMENTS):
 
 
 class Instant(msgspec.Struct, gc=False, tag_field="ph", tag="i"):
-    """An event without a duration: among others, memory that was taken or given back."""
+    """An event without a duration, such as memory that is allocated or freed."""
 
     ts: float = 0.0
     name: str = ""
@@ -177,7 +177,7 @@ _ExactRow: Any = Union[(ExactlyTimed, Naming, Instant, *_OTHERS)]
 
 
 class EventBatch(NamedTuple):
-    """What a piece of a trace holds."""
+    """The events in a piece of a trace."""
 
     complete: list[Complete]
     naming: list[Naming]
@@ -185,7 +185,7 @@ class EventBatch(NamedTuple):
 
 
 class Batches:
-    """Iterate over the events; then `facts` says what the file holds beside them."""
+    """Iterates over the events. After that `facts` returns the rest of the file."""
 
     def __init__(self, path: str, on_progress: OnProgress | None = None) -> None:
         self.path = path
@@ -215,7 +215,7 @@ class Batches:
         self._collect_after(text)
 
     def facts(self) -> dict[str, Any]:
-        """Everything beside `traceEvents`."""
+        """Everything besides `traceEvents`."""
         if not self._before:  # the file is the list itself
             return {}
         whole = self._before + b"null" + self._after
@@ -248,7 +248,7 @@ class Batches:
         raise self._without_events(text)
 
     def _whole_events(self, text: bytes) -> tuple[EventBatch, bytes]:
-        """Up to a comma that probably parts two events, as late as possible."""
+        """The events up to the last comma that probably separates two events, and the remaining text."""
         for window in _WINDOWS:
             commas = [match.start(1) for match in _BOUNDARY.finditer(text, max(0, len(text) - window))]
             if commas:
@@ -260,7 +260,7 @@ class Batches:
         piece = scan(text)
         rows = self._together(text, piece.until)
         if rows is None or (piece.until == 0 and len(text) >= patience):
-            layout = _scan_layout(text)  # which stray quotes and brackets do not hide
+            layout = _scan_layout(text)  # finds events despite stray quotes and brackets
             if len(layout.events) > len(piece.events) and not _is_json(b"[%b]" % text[: piece.until]):
                 piece = layout
             rows = self.decoder.one_by_one([text[start:end] for start, end in piece.events])
@@ -317,14 +317,14 @@ class Batches:
                     f"not a trace; {RECORD}."
                 )
             return self._truncated()
-        held = ", ".join(str(key) for key in keys[:5]) or "none"
+        some_keys = ", ".join(str(key) for key in keys[:5]) or "none"
         return BadInput(
-            f"{self.path} has no `traceEvents` (its keys: {held}); give a trace that PyTorch's profiler exported."
+            f"{self.path} has no `traceEvents` (its keys: {some_keys}); give a trace that PyTorch's profiler exported."
         )
 
 
 def _blocks(path: str, on_progress: OnProgress | None) -> Iterator[bytes]:
-    """What the file says, whether it is compressed or not and whatever its name claims."""
+    """The content of the file, unpacked if it is compressed, whatever its name."""
     with opened(path, "a trace of PyTorch's profiler") as file:
         try:
             yield from _decompressed(path, file, on_progress)
@@ -335,27 +335,27 @@ def _blocks(path: str, on_progress: OnProgress | None) -> Iterator[bytes]:
 def _decompressed(path: str, file: IO[bytes], on_progress: OnProgress | None) -> Iterator[bytes]:
     zipped = file.peek(2)[:2] == _GZIP  # type: ignore[attr-defined]
     source = igzip.IGzipFile(fileobj=file) if zipped else file
-    size, done = os.fstat(file.fileno()).st_size, 0
+    size, total = os.fstat(file.fileno()).st_size, 0
     what = f"reading {''.join(letter if letter.isprintable() else '?' for letter in Path(path).name)}"
     while block := source.read(BLOCK_SIZE):
-        if not done:
+        if not total:
             _refuse_foreign(path, block)
-        done += len(block)
-        consumed = file.tell() if file.seekable() else done
-        if zipped and done > SMALL and done > min(_MOST_RATIO * consumed, _MOST_BYTES):
+        total += len(block)
+        consumed = file.tell() if file.seekable() else total
+        if zipped and total > SMALL and total > min(_MOST_RATIO * consumed, _MOST_BYTES):
             raise BadInput(
-                f"{path} unpacks to more than {done >> 20} MB from {consumed >> 10} kB, which no profiler trace does; "
+                f"{path} unpacks to more than {total >> 20} MB from {consumed >> 10} kB, which no profiler trace does; "
                 "check where it comes from, or unpack it yourself and give the .json."
             )
         if on_progress and size:
             on_progress(what, min(1.0, consumed / size))
         yield block
-    if not done:
+    if not total:
         raise BadInput(f"{path} is empty; export the trace again, after the profiler has stopped.")
 
 
 def _refuse_foreign(path: str, block: bytes) -> None:
-    """What is known by its first bytes, or its name, to be something else."""
+    """Raises BadInput for files whose first bytes or name show that they are no traces."""
     for beginning, kind, advice in _FOREIGN_BEGINNINGS:
         if block.startswith(beginning):
             raise BadInput(f"{path} is {kind}; {advice}.")
@@ -364,7 +364,7 @@ def _refuse_foreign(path: str, block: bytes) -> None:
 
 
 def _opening(path: str, text: bytes) -> int:
-    """Where the list of events opens, just past its bracket; NONE if that is still to come."""
+    """The index just after the opening bracket of the list of events; NONE if that is not in this text."""
     if text.startswith(b"["):
         return 1
     if not text.startswith(b"{"):
@@ -381,7 +381,7 @@ def _opening(path: str, text: bytes) -> int:
 
 
 def _facts_by_line(text: bytes) -> dict[str, Any]:
-    """Kineto writes a fact a line and quotes none of the strings that users add, so some lines may be no JSON."""
+    """The facts in lines that are JSON. Kineto writes one per line, and does not escape strings that users add."""
     facts = {}
     for name, value in _LINE.findall(text):
         with suppress(*_ERRORS):
@@ -390,7 +390,7 @@ def _facts_by_line(text: bytes) -> dict[str, Any]:
 
 
 class _Decoder:
-    """Decodes pieces of one trace, and counts what it had to pass over."""
+    """Decodes pieces of one trace, and counts the events that it had to skip."""
 
     def __init__(self) -> None:
         self.bad, self.read, self.fault = 0, 0, ""
@@ -398,7 +398,7 @@ class _Decoder:
         self._many, self._one = msgspec.json.Decoder(list[_Row]), msgspec.json.Decoder(_Row)
 
     def together(self, events: memoryview) -> EventBatch:
-        """Events with commas between them, all sound; else raises one of _ERRORS."""
+        """Decodes events with commas between them. Raises one of _ERRORS if any of them is faulty."""
         text = b"".join((b"[", events, b"]"))
         rows = self._many.decode(text)
         first = next((row for row in rows if type(row) is Complete), None)
@@ -409,7 +409,7 @@ class _Decoder:
         return self._sorted(rows)
 
     def one_by_one(self, events: list[bytes]) -> EventBatch:
-        """Of these events the sound ones, and of the others those that can be repaired."""
+        """Decodes the sound ones of these events, and those that can be repaired."""
         return self._sorted([row for event in events if (row := self._repaired(event)) is not None])
 
     def _repaired(self, event: bytes) -> Any:
@@ -432,25 +432,25 @@ class _Decoder:
 
 
 def _attempts(event: bytes) -> Iterator[bytes]:
-    """As it is, repaired, and without its arguments."""
+    """The event as it is, then repaired, then without its arguments."""
     yield event
     repaired = _repair(event)
     yield repaired
-    head, found, _ = repaired.partition(b'"args"')
-    if found:
+    head, separator, _ = repaired.partition(b'"args"')
+    if separator:
         yield head.rstrip().rstrip(b",") + b"}"
 
 
 def _repair(text: bytes) -> bytes:
     """Fixes what PyTorch's writer is known to get wrong: quotes, control characters, bytes that are no UTF-8, NaN."""
     text = text.decode("utf-8", "replace").encode()
-    text = _NAME.sub(lambda found: found[1] + _BARE_QUOTE.sub(rb"\"", found[2]) + found[3], text)
-    text = _SURROGATES.sub(lambda found: rb"\ufffd" if found[1] else found[0], text)
+    text = _NAME.sub(lambda match: match[1] + _BARE_QUOTE.sub(rb"\"", match[2]) + match[3], text)
+    text = _SURROGATES.sub(lambda match: rb"\ufffd" if match[1] else match[0], text)
     return _NOT_A_NUMBER.sub(rb"\1null", text.translate(_NO_CONTROL))
 
 
 def _is_json(text: bytes) -> bool:
-    """Whether the text can be read at all, whatever it says."""
+    """Whether the text is any JSON."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
     except _ERRORS:
@@ -459,21 +459,21 @@ def _is_json(text: bytes) -> bool:
 
 
 class _Piece(NamedTuple):
-    """The whole events of a text that begins within a list: from where to where, and where the list is closed."""
+    """The complete events in a text that begins within a list: their extents, and where the list is closed."""
 
     events: list[tuple[int, int]]
     closing: int
 
     @property
     def until(self) -> int:
-        """Up to where the text is understood."""
+        """The end of the text that was scanned."""
         if self.closing != NONE:
             return self.closing
         return self.events[-1][1] if self.events else 0
 
 
 def scan(text: bytes) -> _Piece:
-    """The events between here and the end of the list, found exactly."""
+    """The events in the text, up to the end of the list, found by their brackets."""
     places, characters, depth = _brackets(text)
     closed = np.flatnonzero(depth < 0)
     last = int(closed[0]) if len(closed) else len(places)
@@ -484,29 +484,29 @@ def scan(text: bytes) -> _Piece:
 
 
 def _scan_layout(text: bytes) -> _Piece:
-    """The events as Kineto lays them out, whatever stands in them; none if the layout is another."""
+    """The events in the text, found by Kineto's layout, whatever is in them; none if the layout is different."""
     closing = text.find(_LAST_EVENT_END)
-    upto = text.rfind(_BETWEEN_EVENTS) if closing == NONE else closing
+    until = text.rfind(_BETWEEN_EVENTS) if closing == NONE else closing
     begin = text.find(b"{")
-    if upto < begin or begin == NONE:
+    if until < begin or begin == NONE:
         return _Piece([], NONE)
     events = []
-    for inner in text[begin + 1 : upto].split(_BETWEEN_EVENTS):
+    for inner in text[begin + 1 : until].split(_BETWEEN_EVENTS):
         events.append((begin, begin + 1 + len(inner) + len(_EVENT_END)))
         begin += len(inner) + len(_BETWEEN_EVENTS)
     return _Piece(events, NONE if closing == NONE else closing + len(_LAST_EVENT_END) - 1)
 
 
 def _brackets(text: bytes) -> tuple[Ints, npt.NDArray[Any], Ints]:
-    """Of each bracket outside strings: where it stands, which it is, and the depth after it."""
+    """All brackets outside strings: their indices, the characters, and the depth after each."""
     if b"\\" in text:
         text = _ESCAPE.sub(b"  ", text)
     content = np.frombuffer(text, np.uint8)
-    places = np.flatnonzero(_TELLING[content])
+    places = np.flatnonzero(_MATTERS[content])
     characters = content[places]
-    # JSON allows no line break in a string, so each line starts afresh: a stray quote harms one line only
+    # JSON allows no line break in a string, so quotes are counted by line: a stray one harms its own line only
     quotes = np.cumsum(characters == ord('"'))
     before = np.maximum.accumulate(np.where(characters == ord("\n"), quotes, 0))
-    step = np.where((quotes - before) & 1, 0, _DEPTH[characters])
-    kept = step != 0
-    return places[kept], characters[kept], np.cumsum(step[kept])
+    change = np.where((quotes - before) & 1, 0, _DEPTH[characters])
+    counts = change != 0
+    return places[counts], characters[counts], np.cumsum(change[counts])

@@ -1,6 +1,6 @@
-"""What Kineto writes into a trace, and what CUDA and HIP call their functions: all such names stand here.
+"""All names that Kineto writes into a trace, and those of CUDA's and HIP's functions.
 
-Read in Kineto's sources: output_json.cpp writes the rows and copies the facts of a collective from
+From Kineto's sources: output_json.cpp writes the rows and copies the facts of a collective from
 `record_param_comms` to its kernel; CuptiActivity.h names the arguments of kernels, copies, syncs and events;
 RoctracerActivity_inl.h those of AMD, whose runtime rows name streams by address. The arguments of collectives come from
 saveNcclMeta of PyTorch's profiler. Names of steps, operators and Python lines, which virtual runs write too, stand in
@@ -28,8 +28,8 @@ class Category(IntEnum):
     ANNOTATION = 7  # user_annotation
     OVERHEAD = 8  # overhead
     SYNC = 9  # cuda_sync, of traces with enable_cuda_sync_events
-    RECORD = 10  # cuda_event, beside them: an event recorded on a stream, where Kineto is new enough
-    LINE = 11  # not Kineto's: a line of the program, from our own window
+    RECORD = 10  # cuda_event, in the same traces: an event recorded on a stream, if Kineto is new enough
+    LINE = 11  # not Kineto's: a line of the program, from keepbusy's own window
 
 
 CATEGORIES = {
@@ -57,7 +57,7 @@ CATEGORIES = {
     "Operator": Category.OPERATOR,
 }
 OLD_OPERATOR = "Operator"
-"""The category in which PyTorch 1.8 to 1.12 wrote annotations as well; theirs are told by a `#`."""
+"""The category in which PyTorch 1.8 to 1.12 wrote annotations as well, whose names have a `#`."""
 
 ARGUMENTS = {
     "size": "bytes",
@@ -73,9 +73,9 @@ ARGUMENTS = {
     "from_rank": "Src Rank",
     "to_rank": "Dst Rank",
 }
-"""What we call an argument of an event, and what Kineto does."""
+"""keepbusy's names of an event's arguments, and Kineto's."""
 MEMORY = "[memory]"
-"""The name of an instant at which memory was taken or given back: with `profile_memory=True` alone."""
+"""The name of an instant at which memory was allocated or freed. Only recorded with `profile_memory=True`."""
 MEMORY_ARGUMENTS = {
     "kind": "Device Type",
     "device": "Device Id",
@@ -84,9 +84,9 @@ MEMORY_ARGUMENTS = {
     "allocated": "Total Allocated",
     "reserved": "Total Reserved",
 }
-"""What we call its arguments, and what Kineto does."""
+"""keepbusy's names of its arguments, and Kineto's."""
 CUDA_MEMORY = 1
-"""The kind of device whose memory we tell of."""
+"""The kind of device whose memory is shown."""
 
 NAMES_OF_CALLS = {
     "launch": "cudaLaunchKernel",
@@ -108,7 +108,7 @@ NAMES_OF_CALLS = {
     "map_memory": "cuMemMap",
     "unmap_memory": "cuMemUnmap",
 }
-"""The calls of our log, by the names that Kineto would give them."""
+"""Kineto's names for the calls in keepbusy's log."""
 SYNC_CALL = re.compile(
     r"^(cuda|hip)(Stream|Device|Event)Synchronize|^cu(Stream|Ctx|Event)Synchronize|^(cuda|hip)Memcpy(2D|3D)?$"
 )
@@ -129,16 +129,16 @@ DIRECTIONS = (
     ("PtoP", Direction.DEVICE_TO_DEVICE),
     ("HtoH", Direction.HOST_TO_HOST),
 )
-"""What a copy's name holds, as in `Memcpy HtoD (Pageable -> Device)`."""
+"""Parts of a copy's name, as in `Memcpy HtoD (Pageable -> Device)`."""
 PINNED, PAGEABLE = "Pinned", "Pageable"
 
 NCCL_KERNEL = "nccl"
-"""How the kernels of NCCL and RCCL begin."""
+"""The beginning of the names of NCCL's and RCCL's kernels."""
 ELEMENT_SIZES = {"float": 4, "double": 8, "half": 2, "long": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "bool": 1}
-"""Bytes of the types that do not say their bits."""
+"""Bytes of the types whose names have no number of bits."""
 QUEUE_FULL = "Command Buffer Full"
-"""The overhead that is none: a launch waits because the queue of its stream is full."""
+"""An event that is no overhead: a launch waits because the queue of its stream is full."""
 RANK, WORLD_SIZE = "rank", "world_size"
-"""In `distributedInfo`."""
+"""Keys in `distributedInfo`."""
 CAPABILITY = "computeMajor"
-"""In each of `deviceProperties`."""
+"""A key in each of `deviceProperties`."""

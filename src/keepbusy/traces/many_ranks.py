@@ -1,13 +1,13 @@
-"""Very many ranks: each is reduced as it is read, who is late is found among all, and a few are kept whole.
+"""Very many ranks: each is reduced as it is read, late ones are found among all, and a few are kept whole.
 
-What a rank would take by itself, had it never to wait for a peer, is told by a replay of its own trace. A step of all
-of them takes what its slowest rank takes; so what a late one costs the others is known without its peers' traces.
+A replay of a rank's own trace shows what it would take if it never waited for a peer. A step of all ranks takes as long
+as the slowest one, so what a late rank costs the others is known without its peers' traces.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,41 +27,42 @@ from keepbusy.traces.trace_file import DeviceEvents, EachOf, Trace, each_of, ran
 
 Floats = npt.NDArray[np.float64]
 KEPT = 8
-"""Ranks that are kept whole: the stragglers first, then who is like most."""
+"""Ranks that are kept whole: the stragglers first, then the most typical."""
 KEPT_STRAGGLERS = 4
 LATE_SHARE = 0.03
-"""Of a step: a rank that takes so much longer than half of its kind is late, and a host half of whose ranks do."""
+"""A rank is late if it takes this share of a step longer than half of its kind; a host is if half of its ranks do."""
 _OF_HANDLER = re.compile(r"(.+)_\d+\.\d+\.pt\.trace\.json")
-"""As `torch.profiler.tensorboard_trace_handler` names its files: host, process and time."""
+"""The names of `torch.profiler.tensorboard_trace_handler`: host, process and time."""
 
 
 def chosen(
     paths: Sequence[str], on_progress: Callable[[str, float], Any], each: EachOf | None = None
 ) -> tuple[list[str], Cluster, tuple[str, ...]]:
-    """Which files to read whole, what all of them told, and what the reader should know of those that did not."""
+    """The files to read whole, the figures of all ranks, and notes on missing and faulty files."""
     answers = dict((each or each_of)(list(paths), digest, on_progress))
     in_order = [answers[index] for index in range(len(paths))]
-    digests = [one for one in in_order if not isinstance(one, BadInput)]
-    faults = [one for one in in_order if isinstance(one, BadInput)]
+    digests = [answer for answer in in_order if not isinstance(answer, BadInput)]
+    faults = [answer for answer in in_order if isinstance(answer, BadInput)]
     if not digests:
         raise faults[0]
-    ranks = ranks_of([one.file for one in digests])
+    ranks = ranks_of([entry.file for entry in digests])
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
     digests, ranks = [digests[index] for index in order], [ranks[index] for index in order]
     world = max(len(ranks), digests[0].file.world or 0)
     times = tuple(_times(digests, ranks))
-    step, typical = (int(np.median(of)) for of in ([one.step for one in digests], [one.own for one in times]))
+    step = int(np.median([entry.step for entry in digests]))
+    typical = int(np.median([entry.own for entry in times]))
     late = tuple(_stragglers(times, step))
     cluster = Cluster(times, step, typical, late, world)
     kept = set(_kept(times, late))
-    whole = [one.file.path for one, rank in zip(digests, ranks, strict=True) if rank in kept]
-    return whole, cluster, tuple(_notes(faults, len(ranks), world))
+    whole_paths = [entry.file.path for entry, rank in zip(digests, ranks, strict=True) if rank in kept]
+    return whole_paths, cluster, tuple(_notes(faults, len(ranks), world))
 
 
-def _notes(faults: Sequence[BadInput], given: int, world: int) -> Iterator[str]:
-    if given < world:
+def _notes(faults: Sequence[BadInput], count: int, world: int) -> Iterator[str]:
+    if count < world:
         yield (
-            f"Of the run's {world:,} ranks {given:,} are here: another one that is late shows in what these wait, "
+            f"Of the run's {world:,} ranks {count:,} are here: another one that is late shows in what these wait, "
             "not by name."
         )
     if faults:
@@ -69,11 +70,11 @@ def _notes(faults: Sequence[BadInput], given: int, world: int) -> Iterator[str]:
 
 
 def _times(digests: Sequence[RankDigest], ranks: Sequence[int]) -> Iterator[RankTimes]:
-    """Of each rank what it does by itself, and how it meets the others."""
-    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(one.kind for one in digests))}
+    """For each rank, its own times and its delays at collectives."""
+    kinds = {kind: index for index, kind in enumerate(dict.fromkeys(entry.kind for entry in digests))}
     collectives = [
-        one.collectives.change(lanes=tuple(lane._replace(rank=rank) for lane in one.collectives.lanes))
-        for one, rank in zip(digests, ranks, strict=True)
+        entry.collectives.change(lanes=tuple(lane._replace(rank=rank) for lane in entry.collectives.lanes))
+        for entry, rank in zip(digests, ranks, strict=True)
     ]
     together = join_ranks(collectives)
     spans, rank = together.spans, together.rank_of_rows
@@ -82,23 +83,23 @@ def _times(digests: Sequence[RankDigest], ranks: Sequence[int]) -> Iterator[Rank
     behind = spans.start[parts] - _median_of(spans.meeting[parts], spans.start[parts])
     place = np.searchsorted(np.array(ranks), rank[parts])
     count = np.maximum(1, np.bincount(place, minlength=len(ranks)))
-    waited, late, last = (np.bincount(place, one, len(ranks)) for one in (waits, behind, waits == 0))
-    for index, (one, number) in enumerate(zip(digests, ranks, strict=True)):
-        devices = len(one.file.devices)
+    waited, late, last = (np.bincount(place, values, len(ranks)) for values in (waits, behind, waits == 0))
+    for index, (entry, number) in enumerate(zip(digests, ranks, strict=True)):
+        devices = len(entry.file.devices)
         yield RankTimes(
             rank=number,
-            host=one.host or (f"host {number // devices}" if devices > 1 else ""),
-            own=one.own,
-            computing=one.computing,
-            waits=int(waited[index] / count[index] * sum(often for _, _, often in one.kind)),
+            host=entry.host or (f"host {number // devices}" if devices > 1 else ""),
+            own=entry.own,
+            computing=entry.computing,
+            waits=int(waited[index] / count[index] * sum(often for _, _, often in entry.kind)),
             behind=int(late[index] / count[index]),
             last=round(float(last[index] / count[index]), 3),
-            kind=kinds[one.kind],
+            kind=kinds[entry.kind],
         )
 
 
 def _median_of(meeting: npt.NDArray[Any], start: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Of each part, when half of its meeting's parts had come."""
+    """For each part of a collective, when half of its parts had begun."""
     order = np.lexsort((start, meeting))
     begin = np.flatnonzero(np.diff(meeting[order], prepend=NONE))
     count = np.diff(np.append(begin, len(order)))
@@ -109,14 +110,15 @@ def _median_of(meeting: npt.NDArray[Any], start: npt.NDArray[Any]) -> npt.NDArra
 
 
 def _stragglers(times: Sequence[RankTimes], step: int) -> Iterator[Straggler]:
-    """Whom fixing first gains most: the latest first."""
-    own, computing = (np.array(of, np.float64) for of in zip(*((one.own, one.computing) for one in times), strict=True))
-    late, slower = (_beyond_its_kind(times, of) for of in (own, computing))
+    """Late ranks and hosts, the latest first: fixing that one saves most."""
+    own = np.array([entry.own for entry in times], np.float64)
+    computing = np.array([entry.computing for entry in times], np.float64)
+    late, slower = _beyond_its_kind(times, own), _beyond_its_kind(times, computing)
     groups = sorted(_groups(times, late, LATE_SHARE * float(np.median(own))), key=lambda rows: -np.median(late[rows]))
-    left = np.ones(len(times), bool)
+    others = np.ones(len(times), bool)
     for rows in groups:
-        left[rows] = False
-        saved = own.max() - own[left].max(initial=0) if left.any() else 0.0
+        others[rows] = False
+        saved = own.max() - own[others].max(initial=0) if others.any() else 0.0
         yield Straggler(
             host=times[rows[0]].host,
             ranks=tuple(times[row].rank for row in rows),
@@ -126,19 +128,19 @@ def _stragglers(times: Sequence[RankTimes], step: int) -> Iterator[Straggler]:
         )
 
 
-def _beyond_its_kind(times: Sequence[RankTimes], of: Floats) -> Floats:
-    """How much more each rank takes than half of those that do the same."""
-    kind, beyond = np.array([one.kind for one in times]), np.empty(len(times))
-    for one in np.unique(kind).tolist():
-        beyond[kind == one] = of[kind == one] - np.median(of[kind == one])
+def _beyond_its_kind(times: Sequence[RankTimes], values: Floats) -> Floats:
+    """How much longer each rank takes than half of those that do the same."""
+    kind, beyond = np.array([entry.kind for entry in times]), np.empty(len(times))
+    for number in np.unique(kind).tolist():
+        beyond[kind == number] = values[kind == number] - np.median(values[kind == number])
     return beyond
 
 
 def _groups(times: Sequence[RankTimes], late: Floats, least: float) -> Iterator[list[int]]:
-    """Hosts that are late beside other hosts, and ranks that are beside all, or beside those of their late host."""
+    """Hosts that are late as a whole, and ranks that are later than all others, or than those of their late host."""
     hosts: dict[str, list[int]] = {}
-    for row, one in enumerate(times):
-        hosts.setdefault(one.host or f"rank {one.rank}", []).append(row)
+    for row, entry in enumerate(times):
+        hosts.setdefault(entry.host or f"rank {entry.rank}", []).append(row)
     of_hosts = {host: float(np.median(late[rows])) for host, rows in hosts.items() if len(rows) > 1}
     for host, rows in hosts.items():
         usual = max(0.0, of_hosts.get(host, 0.0))
@@ -150,39 +152,41 @@ def _groups(times: Sequence[RankTimes], late: Floats, least: float) -> Iterator[
 
 
 def _kept(times: Sequence[RankTimes], late: Sequence[Straggler]) -> list[int]:
-    """Of each straggler its slowest rank, of each kind who is most like the others, then more of the largest kind."""
-    of = {one.rank: one for one in times}
-    first = [max(one.ranks, key=lambda rank: of[rank].own) for one in late[:KEPT_STRAGGLERS]]
-    blamed = {rank for one in late for rank in one.ranks}
-    usual = [one for one in times if one.rank not in blamed] or list(times)
-    own = {
-        kind: float(np.median([one.own for one in usual if one.kind == kind])) for kind in {one.kind for one in usual}
-    }
-    usual.sort(key=lambda one: abs(one.own - own[one.kind]))
-    kinds = [one.kind for one in usual]
-    of_kind = {one.kind: one.rank for one in reversed(usual)}
-    often = sorted(of_kind, key=lambda kind: -kinds.count(kind))
-    largest = [one for one in usual if one.kind == often[0]]
-    of_host = {one.host: one.rank for one in reversed(largest)}  # from different hosts, as far as there are any
-    fillers = [one.rank for one in largest if of_host[one.host] == one.rank] + [one.rank for one in largest]
-    return list(dict.fromkeys([*first, *(of_kind[kind] for kind in often), *fillers]))[:KEPT]
+    """The slowest rank of each straggler, the most typical rank of each kind, then more of the most frequent kind, from
+    different hosts first."""
+    times_of = {entry.rank: entry for entry in times}
+    first = [max(straggler.ranks, key=lambda rank: times_of[rank].own) for straggler in late[:KEPT_STRAGGLERS]]
+    late_ranks = {rank for straggler in late for rank in straggler.ranks}
+    usual = [entry for entry in times if entry.rank not in late_ranks] or list(times)
+    own_times = defaultdict[int, list[int]](list)
+    for entry in usual:
+        own_times[entry.kind].append(entry.own)
+    median_of_kind = {kind: float(np.median(own)) for kind, own in own_times.items()}
+    usual.sort(key=lambda entry: abs(entry.own - median_of_kind[entry.kind]))
+    rank_of_kind = {entry.kind: entry.rank for entry in reversed(usual)}
+    often = sorted(rank_of_kind, key=lambda kind: -len(own_times[kind]))
+    largest = [entry for entry in usual if entry.kind == often[0]]
+    rank_of_host = {entry.host: entry.rank for entry in reversed(largest)}
+    other_hosts = [entry.rank for entry in largest if rank_of_host[entry.host] == entry.rank]
+    of_kinds = [rank_of_kind[kind] for kind in often]
+    return list(dict.fromkeys([*first, *of_kinds, *other_hosts, *(entry.rank for entry in largest)]))[:KEPT]
 
 
 @dataclass(frozen=True, eq=False)
 class RankDigest:
     """What is kept of one rank's trace when the trace itself is not. Times are nanoseconds a step."""
 
-    file: Trace  # without its events but the first and the last: who it is
+    file: Trace  # with only its first and last event
     collectives: Timeline  # without anything else
-    host: str  # "" where nothing tells
+    host: str  # "" if unknown
     step: int  # as recorded
-    own: int  # had it never to wait for a peer
+    own: int  # the step if it never waited for a peer
     computing: int
-    kind: tuple[tuple[str, int, int], ...]  # of each collective its kernel, its bytes, and how often a step
+    kind: tuple[tuple[str, int, int], ...]  # for each collective its kernel, its bytes, and how often per step
 
 
 def digest(path: str) -> RankDigest:
-    """Read a rank's trace, and keep what tells it from the others."""
+    """Reads a rank's trace, and keeps the figures that are compared among ranks."""
     file = read_trace(path)
     timeline = timeline_of(file, ranks_of([file])[0])
     whole = sample(whole_steps(timeline))
@@ -204,7 +208,7 @@ def digest(path: str) -> RankDigest:
 
 
 def _outline(file: Trace) -> Trace:
-    """Each trace lists the ranks of all groups: of a thousand ranks that would be a million."""
+    """The trace without tables. Each trace lists the ranks of all groups: a thousand traces would have a million."""
     extent = [int(file.events.start.argmin()), int(file.events.end.argmax())]
     events, of_device = file.events.take(np.array(extent)), DeviceEvents.of(0)
     file = replace(file, events=events, device_events=of_device, names=(), threads=(), collectives=())
@@ -219,7 +223,7 @@ def _collectives(timeline: Timeline) -> Timeline:
     kept = spans.take(rows).change(name=name, lane=np.searchsorted(lane_of, spans.lane[rows]))
     return timeline.change(
         lanes=tuple(lanes[lane] for lane in lane_of.tolist()) or lanes[:1],
-        names=tuple(timeline.names[one] for one in names.tolist()),
+        names=tuple(timeline.names[index] for index in names.tolist()),
         spans=kept.change(frame=np.full(len(rows), -1)),
         links=Links.of(0),
         frames=Frames.of(0),

@@ -1,8 +1,8 @@
-"""One rank's trace -> its `Timeline`: what occupied each lane, and who released whom.
+"""One rank's trace -> its `Timeline`: what occupied each lane, and what released what.
 
 The host lanes are tiled: every call that matters to the device is a span, and the time between two of them is work,
-cut where something begins or ends that a fix may want to take out. Links are launches and their commands, stream
-waits, and handoffs between host threads.
+cut where something begins or ends that a fix may remove. Links are launches and their commands, stream waits, and
+handoffs between host threads.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ from keepbusy.traces.rank_trace import RankTrace, sorted_once
 from keepbusy.traces.trace_file import Collective, Trace, TracedDevice
 
 _BANDWIDTHS = ((9, 52.0), (8, 24.0), (1, 12.0))
-"""From which compute capability on a link carries so many bytes a nanosecond: PCIe 5 as measured on an H200, 4 and 3
-by their share."""
+"""Bytes a nanosecond from a compute capability on: PCIe 5 as measured on an H200, 4 and 3 in proportion."""
 _ENQUEUE = 5_000
-"""What a blocking call spends before it waits: about one launch."""
+"""The time that a blocking call takes before it waits: about one launch."""
 _LONG_FRAME = 100_000
-"""A frame that launches nothing is told apart from its surroundings when it lasts this long."""
+"""A frame of this duration that launches nothing becomes a span of its own."""
 _LONG_WORK = 1_000_000
-"""Of what is so long a reader wants to know whose work it is."""
+"""Work of this duration is cut at frames, since a reader wants to know whose it is."""
 _COST = {
     Category.OPERATOR: 1_200,
     Category.PYTHON: 800,
@@ -55,16 +54,16 @@ _COST = {
 """Nanoseconds that one recorded event adds, measured on a slow host; only the proportions matter, since the explanation
 scales them: docs/explanation/distortion.md."""
 _LARGEST_MESSAGE = 1 << 50
-"""No collective moves so many bytes; larger numbers are damaged, and their sums would leave 64 bits."""
+"""No collective moves so many bytes. Larger numbers are damaged, and their sums would not fit into 64 bits."""
 _AFTER_COMMANDS = 1 << 40
 _BITS = re.compile(r"(\d{1,4})")
 _CLOCK_JITTER = 1_000
 """Commands of two streams may seem to overlap by this much although one waited for the other."""
 _RELEASE_GAP = 8_000
-"""A command that begins so soon after another stream's command ended has waited for it."""
+"""A command that begins so soon after the end of another stream's command has waited for it."""
 _Streams: TypeAlias = "dict[tuple[int, int], _Stream]"
 _NamedWaits: TypeAlias = "dict[int, tuple[_Stream | None, int]]"
-"""By the correlation of the call that waits: the stream that it holds up, and the command it waits for."""
+"""By the correlation of the call that waits: the stream that it holds up, and the command that it waits for."""
 
 
 def timeline_of(file: Trace, rank: int = 0) -> Timeline:
@@ -77,10 +76,10 @@ def timeline_of(file: Trace, rank: int = 0) -> Timeline:
 
 
 def _as_traced(file: Trace, rank: int) -> Timeline:
-    """With the times of the trace. What was looked up for it goes before work and lags are derived from them."""
+    """The timeline with the trace's own times. What `trace` holds is freed before work and lags are derived."""
     trace = RankTrace(file, rank)
-    groups = np.array([_group_of(one, rank) for one in file.collectives] + [0], np.int64)  # one more stands for none
-    members = [2 if one.peer >= 0 else one.group_size for one in file.collectives]
+    groups = np.array([*(_group_of(collective, rank) for collective in file.collectives), 0], np.int64)  # 0 for none
+    members = [2 if collective.peer >= 0 else collective.group_size for collective in file.collectives]
     spans, place = _spans(trace, groups)
     names = (*file.names, UNRECORDED)
     timeline = Timeline(
@@ -98,7 +97,7 @@ def _as_traced(file: Trace, rank: int) -> Timeline:
 
 
 def _facts(file: Trace, groups: dict[int, int]) -> RunFacts:
-    """What it tells of the run that it is of. `groups`: how many ranks belong to each."""
+    """The facts about its run. `groups`: the number of ranks in each."""
     device = file.devices[0] if file.devices else TracedDevice("", 0)
     return RunFacts(
         device=device.name,
@@ -112,54 +111,53 @@ def _facts(file: Trace, groups: dict[int, int]) -> RunFacts:
 
 
 def _memory(trace: RankTrace) -> MemoryUse:
-    """What the program's own threads took and gave back."""
+    """The memory that the program's own threads allocated and freed."""
     memory, lanes = trace.file.memory, trace.lane_of_thread
     begun, over = trace.events.start.min(), trace.events.end.max()
     memory = memory.take(np.isin(memory.lane, list(lanes)) & (memory.time >= begun) & (memory.time <= over))
     return memory.change(lane=np.array([lanes[thread] for thread in memory.lane.tolist()], np.int64))
 
 
-def _group_of(one: Collective, rank: int) -> int:
-    """A number that all members of its group agree on.
+def _group_of(collective: Collective, rank: int) -> int:
+    """A number for the ranks that meet in this collective, which all of them compute equally.
 
-    A send and its receive meet between two ranks; everything else between all of the group.
+    A send and its receive meet between two ranks, everything else between all of the group.
     """
-    members = f"{one.group}|{one.ranks}"
-    if one.peer >= 0:
-        mine = one.ranks.index(rank) if rank in one.ranks else rank
-        members = f"{members}|{min(mine, one.peer)}-{max(mine, one.peer)}"
+    members = f"{collective.group}|{collective.ranks}"
+    if collective.peer >= 0:
+        index = collective.ranks.index(rank) if rank in collective.ranks else rank
+        members = f"{members}|{min(index, collective.peer)}-{max(index, collective.peer)}"
     return zlib.crc32(members.encode()) & 0x7FFFFFFF
 
 
 class _IssuedSpans(NamedTuple):
-    """Spans before they stand in issue order."""
+    """Spans before they are in issue order."""
 
     spans: Spans
     key: Ints  # when each was issued
-    turn: Ints | int = 0  # settles ties: a wait for room, the call, its commands, its wait
+    tie: Ints | int = 0  # orders spans with equal keys: a wait for room, the call, its commands, its wait
 
 
 def _spans(trace: RankTrace, groups: Ints) -> tuple[Spans, Ints]:
-    """All spans in issue order, and where each went: first the calls, next the waits for room in a queue, then other
-    spans of the host, last the commands, each in their own order. `groups`: the number of each collective's group.
-    """
+    """All spans in issue order, and the new row of each, for these in turn: the calls, the waits for room in a queue,
+    other spans of the host, the commands. `groups`: the number of each collective's group."""
     work = [_work_of(trace, thread) for thread in trace.hosts.alive]
-    host = [*_calls(trace), *_loader(trace), *(_IssuedSpans(one, one.start) for one in work)]
-    parts = [*host, _commands(trace, groups)]
-    turn = np.concatenate([np.broadcast_to(one.turn, len(one.spans)) for one in parts])
-    order = np.lexsort([turn, np.concatenate([one.key for one in parts])])
+    issued_work = [_IssuedSpans(of_thread, of_thread.start) for of_thread in work]
+    parts = [*_calls(trace), *_loader(trace), *issued_work, _commands(trace, groups)]
+    tie = np.concatenate([np.broadcast_to(part.tie, len(part.spans)) for part in parts])
+    order = np.lexsort([tie, np.concatenate([part.key for part in parts])])
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    # column by column: spans are the most of what a trace takes of memory
+    # column by column, as spans take most of a trace's memory
     tables = [part.spans.columns() for part in parts]
-    spans = Spans(**{name: np.concatenate([one[name] for one in tables])[order] for name in tables[0]})
+    spans = Spans(**{name: np.concatenate([columns[name] for columns in tables])[order] for name in tables[0]})
     return spans.change(frame=_frame_of(trace, spans), recording=_cost_of_recording(trace, spans)), place
 
 
 def _commands(trace: RankTrace, groups: Ints) -> _IssuedSpans:
     events, commands, launch = trace.events, trace.commands, trace.launch
     collective = trace.of_command.collective
-    moved = np.array([_bytes_of(one) for one in trace.file.collectives] + [0], np.int64)
+    moved = np.array([_bytes_of(message) for message in trace.file.collectives] + [0], np.int64)
     kind = np.array([Kind.KERNEL, Kind.COPY, Kind.FILL])[events.category[commands]]
     meets = (collective != NONE) | trace.file.begins(NCCL_KERNEL)[commands]
     spans = Spans.of(
@@ -177,36 +175,36 @@ def _commands(trace: RankTrace, groups: Ints) -> _IssuedSpans:
     )
     issued = np.where(launch == NONE, spans.start, trace.calls.start[launch])
     issued = np.where(trace.backlog, events.start.min() - 1, issued)
-    # a command follows its launch at once; several of one launch keep the order in which they ran
-    return _IssuedSpans(spans, issued, turn=1 + np.arange(len(commands)))
+    # a command directly follows its launch; several of one launch stay in the order in which they ran
+    return _IssuedSpans(spans, issued, tie=1 + np.arange(len(commands)))
 
 
-def _bytes_of(one: Collective) -> int:
-    dtype = one.dtype.lower()
+def _bytes_of(collective: Collective) -> int:
+    dtype = collective.dtype.lower()
     bits = _BITS.search(dtype)
     each = ELEMENT_SIZES.get(dtype) or (max(1, int(bits[1]) // 8) if bits else 1)
-    return min(_LARGEST_MESSAGE, max(0, one.elements_in, one.elements_out) * each)
+    return min(_LARGEST_MESSAGE, max(0, collective.elements_in, collective.elements_out) * each)
 
 
 def _calls(trace: RankTrace) -> tuple[_IssuedSpans, _IssuedSpans, _IssuedSpans]:
-    """The calls themselves, how long some of them waited for room in a queue, and some for their own copy.
+    """The calls themselves, the waits of some for room in a queue, and of others for their own copy.
 
-    A call that finds the queue full waits first, and only then launches. A blocking copy enqueues first.
+    A call that finds the queue full waits and then launches. A blocking copy enqueues and then waits.
     """
-    calls, held, blocking = trace.calls, np.flatnonzero(trace.held != NONE), np.flatnonzero(trace.blocking)
+    calls, full, blocking = trace.calls, np.flatnonzero(trace.full_queue != NONE), np.flatnonzero(trace.blocking)
     lane_of = np.full(len(trace.file.threads), trace.main_lane, np.int64)
     lane_of[list(trace.lane_of_thread)] = list(trace.lane_of_thread.values())
     lane, name = lane_of[calls.thread], trace.events.name[calls.event]
     begin, end = calls.start.copy(), calls.end.copy()
-    begin[held] = np.clip(trace.events.end[trace.commands[trace.held[held]]], begin[held], end[held])
-    whole = (calls.end - calls.start)[blocking]
-    end[blocking] = np.minimum(end[blocking], calls.start[blocking] + np.minimum(_ENQUEUE, whole // 2))
+    begin[full] = np.clip(trace.events.end[trace.commands[trace.full_queue[full]]], begin[full], end[full])
+    lasting = (calls.end - calls.start)[blocking]
+    end[blocking] = np.minimum(end[blocking], calls.start[blocking] + np.minimum(_ENQUEUE, lasting // 2))
     by_event = trace.by_event & (calls.end - calls.start > _ENQUEUE)
     waits = ((calls.kind == Kind.SYNC) & ~by_event) | ((calls.kind == Kind.ALLOCATE) & calls.waits)
     awaits = np.where(waits, trace.awaited, NONE)
     themselves = Spans.of(len(lane), lane=lane, kind=calls.kind, name=name, start=begin, end=end, awaits=awaits)
     for_room = Spans.of(
-        len(held), lane=lane[held], kind=Kind.SYNC, name=name[held], start=calls.start[held], end=begin[held]
+        len(full), lane=lane[full], kind=Kind.SYNC, name=name[full], start=calls.start[full], end=begin[full]
     )
     for_copies = Spans.of(
         len(blocking),
@@ -219,18 +217,18 @@ def _calls(trace: RankTrace) -> tuple[_IssuedSpans, _IssuedSpans, _IssuedSpans]:
     )
     return (
         _IssuedSpans(themselves, calls.start),
-        _IssuedSpans(for_room, for_room.start, turn=-1),
-        _IssuedSpans(for_copies, calls.start[blocking], turn=_AFTER_COMMANDS),
+        _IssuedSpans(for_room, for_room.start, tie=-1),
+        _IssuedSpans(for_copies, calls.start[blocking], tie=_AFTER_COMMANDS),
     )
 
 
 def _loader(trace: RankTrace) -> tuple[_IssuedSpans, _IssuedSpans]:
-    """The batches of the loader's workers, and the waits of the loop for them."""
+    """The batches of the loader's workers, and the loop's waits for them."""
     begin, end = trace.starved.T
     nest, main = trace.nests[trace.hosts.main], trace.hosts.main
     name = nest.name[nest.innermost(begin)] if len(begin) else begin
-    made_from = np.append(trace.hosts.alive[main][0, 0], end[:-1])[: len(end)]
-    made = Spans.of(len(end), lane=trace.workers_lane, kind=Kind.WORK, name=name, start=made_from, end=end)
+    prepared_from = np.append(trace.hosts.alive[main][0, 0], end[:-1])[: len(end)]
+    batches = Spans.of(len(end), lane=trace.workers_lane, kind=Kind.WORK, name=name, start=prepared_from, end=end)
     waited = Spans.of(
         len(end),
         lane=trace.main_lane,
@@ -240,16 +238,16 @@ def _loader(trace: RankTrace) -> tuple[_IssuedSpans, _IssuedSpans]:
         end=end,
         awaits=trace.workers_lane,
     )
-    return _IssuedSpans(made, begin, turn=-1), _IssuedSpans(waited, begin)
+    return _IssuedSpans(batches, begin, tie=-1), _IssuedSpans(waited, begin)
 
 
 def _work_of(trace: RankTrace, thread: int) -> Spans:
-    """What a thread does between its calls, cut at every border that a fix or a reader may ask for."""
+    """A thread's work between its calls, cut at every border that a fix or a reader may need."""
     nest = trace.nests[thread]
     alive, recorder = trace.hosts.alive[thread], _recorder(trace, thread)
-    mine = trace.calls.thread == thread
-    elsewhere = [np.stack([trace.calls.start[mine], trace.calls.end[mine]], axis=1)]
-    if thread == trace.hosts.main:  # while another thread works for it, or it waits for a batch
+    of_thread = trace.calls.thread == thread
+    elsewhere = [np.stack([trace.calls.start[of_thread], trace.calls.end[of_thread]], axis=1)]
+    if thread == trace.hosts.main:  # also while another thread works for it, and while it waits for a batch
         elsewhere += [trace.hosts.handoffs[:, 1:], trace.starved, trace.marks]
     borders = [alive, recorder, *elsewhere, *_borders(trace, thread)]
     cuts = sorted_once(np.concatenate([border.ravel() for border in borders]))
@@ -259,7 +257,7 @@ def _work_of(trace: RankTrace, thread: int) -> Spans:
         free &= ~_inside(middle, intervals)
     start, end, middle = cuts[:-1][free], cuts[1:][free], middle[free]
     inner = nest.innermost(middle)
-    unrecorded = len(trace.file.names)  # UNRECORDED stands behind the trace's own names
+    unrecorded = len(trace.file.names)  # the index of UNRECORDED, after the trace's own names
     names = np.append(nest.name, unrecorded)
     kind = np.where(_inside(middle, recorder), Kind.RECORDING, Kind.WORK)
     return Spans.of(len(start), lane=trace.lane_of_thread[thread], kind=kind, name=names[inner], start=start, end=end)
@@ -268,8 +266,8 @@ def _work_of(trace: RankTrace, thread: int) -> Spans:
 def _borders(trace: RankTrace, thread: int) -> tuple[Ints, Ints, Ints]:
     """Where frames cut host work: long ones that launch nothing, operators that wait, and loaders, at both ends.
 
-    And any frame where it parts long work from long work: what a function did after its last launch is not what the
-    next one does before its first.
+    Also any frame that separates long work from long work: that after a function's last launch from that before the
+    next function's first.
     """
     nest, calls = trace.nests[thread], trace.calls.thread == thread
     start, end = trace.calls.start[calls], trace.calls.end[calls]
@@ -283,12 +281,12 @@ def _borders(trace: RankTrace, thread: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _recorder(trace: RankTrace, thread: int) -> Ints:
-    """When the recorder worked for itself, as it says, and this thread did nothing. A full queue is no such thing."""
+    """When the recorder reports work of its own during which this thread did nothing. A full queue does not count."""
     events = trace.events
     rows = np.flatnonzero((events.category == Category.OVERHEAD) & ~trace.file.named(QUEUE_FULL.__eq__))
     rows = rows[np.argsort(events.start[rows])]
-    mine = np.sort(np.concatenate([column[events.thread == thread] for column in (events.start, events.end)]))
-    quiet = np.searchsorted(mine, events.end[rows]) == np.searchsorted(mine, events.start[rows])
+    own_borders = np.sort(np.concatenate([column[events.thread == thread] for column in (events.start, events.end)]))
+    quiet = np.searchsorted(own_borders, events.end[rows]) == np.searchsorted(own_borders, events.start[rows])
     spans = np.stack([events.start[rows], events.end[rows]], axis=1)[quiet]
     if len(spans) > 1:  # they may overlap each other
         spans = spans[np.append(True, spans[1:, 0] >= np.maximum.accumulate(spans[:-1, 1]))]
@@ -304,45 +302,45 @@ def _inside(times: Ints, intervals: Ints) -> Mask:
 
 
 def _frame_of(trace: RankTrace, spans: Spans) -> Ints:
-    """Of each span of the host the innermost frame that it stands in."""
+    """For each span of the host, the innermost frame around it."""
     frame: Ints = np.full(len(spans), NONE, np.int32)
     for thread, nest in trace.nests.items():
-        mine = np.flatnonzero(spans.lane == trace.lane_of_thread[thread])
-        inner = nest.innermost((spans.start[mine] + spans.end[mine]) // 2)
-        frame[mine] = np.where(inner == NONE, NONE, inner + nest.first)
+        rows = np.flatnonzero(spans.lane == trace.lane_of_thread[thread])
+        inner = nest.innermost((spans.start[rows] + spans.end[rows]) // 2)
+        frame[rows] = np.where(inner == NONE, NONE, inner + nest.first)
     return frame
 
 
 def _cost_of_recording(trace: RankTrace, spans: Spans) -> Ints:
-    """Of each span: half for every event recorded that begins within it, and half for every one that ends there."""
+    """The cost in each span: half of an event's cost where it begins, and half where it ends."""
     events = trace.events
     cost = np.zeros(len(spans), np.float64)
     for thread, lane in trace.lane_of_thread.items():
-        mine = np.flatnonzero(spans.lane == lane)
+        of_lane = np.flatnonzero(spans.lane == lane)
         for category, each in _COST.items():
             rows = (events.thread == thread) & (events.category == category)
             for times in (np.sort(events.start[rows]), np.sort(events.end[rows])):
-                count = np.searchsorted(times, spans.end[mine]) - np.searchsorted(times, spans.start[mine])
-                cost[mine] += count * each / 2
+                count = np.searchsorted(times, spans.end[of_lane]) - np.searchsorted(times, spans.start[of_lane])
+                cost[of_lane] += count * each / 2
     return np.where(spans.kind == Kind.RECORDING, spans.end - spans.start, cost).astype(np.int64)
 
 
 def _links(trace: RankTrace, timeline: Timeline, place: Ints) -> Links:
-    """`place`: where the spans went, as `_spans` tells."""
-    known, held = np.flatnonzero(trace.launch != NONE), trace.held[trace.held != NONE]
+    """`place`: the new rows of the spans, as `_spans` returns them."""
+    launched, full = np.flatnonzero(trace.launch != NONE), trace.full_queue[trace.full_queue != NONE]
     call_rows, queue_rows = np.split(place, [len(trace.calls.event)])
     command_rows = place[-len(trace.commands) :]
     launches = Links.of(
-        len(known), source=call_rows[trace.launch[known]], target=command_rows[known], kind=LinkKind.LAUNCH
+        len(launched), source=call_rows[trace.launch[launched]], target=command_rows[launched], kind=LinkKind.LAUNCH
     )
-    # a host that found a queue full goes on when a command has made room
-    room = Links.of(len(held), source=command_rows[held], target=queue_rows[: len(held)], kind=LinkKind.ORDER)
+    # a host that found a queue full continues when a command has made room
+    room = Links.of(len(full), source=command_rows[full], target=queue_rows[: len(full)], kind=LinkKind.ORDER)
     orders = _orders(trace, timeline, launches, call_rows)
     return Links.concatenate([launches, _handoffs(trace, timeline), orders, room])
 
 
 def _handoffs(trace: RankTrace, timeline: Timeline) -> Links:
-    """The main thread -> a burst of another, and back."""
+    """Links from the main thread to bursts of other threads, and back."""
     source, target = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     main, handoffs = timeline.rows_of(trace.main_lane), trace.hosts.handoffs
     ends, starts = timeline.spans.end[main], timeline.spans.start[main]
@@ -368,48 +366,48 @@ def _orders(trace: RankTrace, timeline: Timeline, launches: Links, call_rows: In
         for index, lane in enumerate(timeline.lanes)
         if lane.device is not None
     }
-    said = _named_waits(trace, streams)
-    pairs = [*_stream_waits(trace, streams, said), *_event_syncs(trace, timeline, call_rows, said)]
+    named = _named_waits(trace, streams)
+    pairs = [*_stream_waits(trace, streams, named), *_event_syncs(trace, timeline, call_rows, named)]
     table = np.array(sorted(set(pairs)), np.int64).reshape(-1, 2)
     return Links.of(len(table), source=table[:, 0], target=table[:, 1], kind=LinkKind.ORDER)
 
 
-def _stream_waits(trace: RankTrace, streams: _Streams, said: _NamedWaits) -> list[tuple[int, int]]:
-    """A stream wait binds the next launch on its stream. Most traces name neither stream nor event: times must tell."""
+def _stream_waits(trace: RankTrace, streams: _Streams, named: _NamedWaits) -> list[tuple[int, int]]:
+    """A stream wait holds up the next launch on its stream. Most traces name no stream and event, so times must do."""
     events = trace.events
     waits = np.flatnonzero(trace.is_call & trace.file.named(STREAM_WAIT.match))
     waits = waits[np.argsort(events.start[waits], kind="stable")]
     if len(streams) < 2:
         return []
-    known, pairs = list(streams.values()), list[tuple[int, int]]()
+    all_streams, pairs = list(streams.values()), list[tuple[int, int]]()
     for when, correlation in zip(events.start[waits].tolist(), events.correlation[waits].tolist(), strict=True):
-        if correlation in said:
-            stream, source = said[correlation]
+        if correlation in named:
+            stream, source = named[correlation]
             place = stream.next_after(when) if stream and source != NONE else NONE
             if stream and 0 <= place < len(stream.row) and source < stream.row[place]:
                 pairs.append((source, stream.row[place]))
         else:
-            pairs += _bound_by(known, when)
+            pairs += _bound_by(all_streams, when)
     return pairs
 
 
 def _named_waits(trace: RankTrace, streams: _Streams) -> _NamedWaits:
-    """Traces with sync events say which stream waits (none: the host does), and for what was recorded when."""
+    """Waits in traces with sync events, which name the stream that waits (none for the host) and the event."""
     events, syncs = trace.events, trace.syncs.take(trace.syncs.awaited_stream >= 0)
     calls = np.flatnonzero(trace.is_call & (events.correlation >= 0)) if len(syncs) else syncs.event
     called = dict(zip(events.correlation[calls].tolist(), events.start[calls].tolist(), strict=True))
-    said: _NamedWaits = {}
+    named: _NamedWaits = {}
     columns = (events.correlation[syncs.event], syncs.device, syncs.stream, syncs.awaited_stream, syncs.awaited_record)
-    for correlation, device, stream, awaited, record in zip(*[one.tolist() for one in columns], strict=True):
+    for correlation, device, stream, awaited, record in zip(*[column.tolist() for column in columns], strict=True):
         recorded = called.get(record, called.get(correlation))
         if recorded is not None:
             source = streams.get((device, awaited))
-            said[correlation] = (streams.get((device, stream)), source.last_before(recorded) if source else NONE)
-    return said
+            named[correlation] = (streams.get((device, stream)), source.last_before(recorded) if source else NONE)
+    return named
 
 
 class _Stream:
-    """One device lane as a wait sees it: when each of its commands was issued, began and ended."""
+    """One device lane: when each of its commands was issued, began and ended."""
 
     def __init__(self, spans: Spans, launches: Links, lane: int) -> None:
         launches = launches.take(spans.lane[launches.target] == lane)
@@ -432,13 +430,13 @@ class _Stream:
         return (self.end[place], self.row[place]) if place >= 0 else (NEVER, NONE)
 
     def held_up(self, place: int, until: int) -> bool:
-        """Neither its launch nor its own stream explains that the command began only then."""
+        """Whether neither its launch nor its own stream explains why the command did not begin before `until`."""
         before = self.end[place - 1] if place else NEVER
         return max(before, self.issued[place]) < until
 
 
 def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
-    """Who waited for whom: of each stream, what it issued after that moment may have waited for the others."""
+    """Which command waited for which, after a stream wait at this time whose streams are unknown."""
     places = [(stream, stream.next_after(when)) for stream in streams]
     waiting = sorted((pair for pair in places if pair[1] < len(pair[0].row)), key=lambda pair: pair[0].issued[pair[1]])
     for stream, place in waiting:  # a command that begins just as another stream's command ends has waited for it
@@ -447,8 +445,8 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
         tight = [(end, row) for end, row in ended if begin - end < _RELEASE_GAP and stream.held_up(place, end)]
         if tight:
             return [(max(tight)[1], stream.row[place])]
-    # where none does, the stream that launches next is taken to wait for the last commands of the others, if its times
-    # allow that; a release that did not bind costs nothing to assume
+    # otherwise the stream that launches next waits for the last commands of the others, if times allow that: assuming
+    # a release that delayed nothing does no harm
     for stream, place in waiting:
         latest = [(other.end[last - 1], other.row[last - 1]) for other, last in places if other is not stream and last]
         if assumed := [row for end, row in latest if end <= stream.start[place] + _CLOCK_JITTER]:
@@ -456,8 +454,8 @@ def _bound_by(streams: list[_Stream], when: int) -> list[tuple[int, int]]:
     return []
 
 
-def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: _NamedWaits) -> list[tuple[int, int]]:
-    """A host that waits for an event waits for a command: the one that the trace names, else the last to end before."""
+def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, named: _NamedWaits) -> list[tuple[int, int]]:
+    """Links to hosts that wait for an event, from the command that the trace names, or else the last to end before."""
     rows = call_rows[trace.by_event]
     correlations = trace.events.correlation[trace.calls.event[trace.by_event]]
     spans = timeline.spans
@@ -467,7 +465,8 @@ def _event_syncs(trace: RankTrace, timeline: Timeline, call_rows: Ints, said: _N
     pairs = []
     for row, correlation in zip(rows[waited].tolist(), correlations[waited].tolist(), strict=True):
         place = int(np.searchsorted(spans.end[commands], spans.end[row] + 2_000, side="right")) - 1
-        source = said[correlation][1] if correlation in said else int(commands[place]) if place >= 0 else NONE
+        last = int(commands[place]) if place >= 0 else NONE
+        source = named[correlation][1] if correlation in named else last
         if source != NONE and spans.end[source] > spans.start[row] and source < row:
             pairs.append((source, row))
     return pairs

@@ -1,7 +1,7 @@
-"""A file of PyTorch's profiler -> `Trace`: what PyTorch wrote, in Kineto's own terms, before anyone interprets it.
+"""A file of PyTorch's profiler -> `Trace`: what PyTorch wrote, in Kineto's own terms, before any interpretation.
 
-Its rows are turned into columns batch by batch, as they are unpacked, so that neither is ever held whole.
-Several files are read at once, each by a process. Last, which rank of a run each of them is.
+Rows become columns batch by batch, as they are unpacked, so that neither text nor rows are ever in memory completely.
+Several files are read in parallel by processes. At the end: which rank of a run each file is.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from keepbusy.traces.json_events import (
 from keepbusy.traces.kineto_names import CAPABILITY, CATEGORIES, OLD_OPERATOR, RANK, WORLD_SIZE, Category
 
 EachOf: TypeAlias = Callable[[list[str], Callable[[str], Any], OnProgress | None], Iterator[tuple[int, Any]]]
-"""How each of many files is read: the names, what is made of one, and who wants to know."""
+"""Applies a function to many files: their names, the function, and a receiver of progress."""
 _Made = TypeVar("_Made")
 
 WORTH_PROCESSES = 200 << 20
-"""Bytes of JSON below which starting processes takes longer than they save."""
+"""Bytes of JSON. For less, starting processes takes longer than they save."""
 _USUAL_RATIO = 13
 _AUTOGRAD = {"CPU functions", "CUDA functions"}
-"""The processes of the autograd profiler."""
+"""The names of processes in traces of the autograd profiler."""
 _OLD_OPERATOR = len(Category)
 _NUMBERS = {name: int(category) for name, category in CATEGORIES.items()} | {OLD_OPERATOR: _OLD_OPERATOR}
 _ON_DEVICE = np.isin(
@@ -58,15 +58,15 @@ _ON_DEVICE = np.isin(
 )
 _CALL = np.isin(np.arange(len(Category)), [Category.RUNTIME, Category.DRIVER])
 _LARGEST_TIME = 2.0**52
-"""Microseconds beyond which nanoseconds would leave 64 bits."""
+"""Microseconds. Larger times in nanoseconds would not fit into 64 bits."""
 _NO_ARGUMENTS = Arguments()
 _ONE_CLOCK = 3_600 * 10**9
-"""Traces that begin further apart than an hour are of hosts with clocks of their own."""
+"""Traces that begin more than an hour apart are of hosts with different clocks."""
 _IN_NAME = re.compile(r"rank[-_.]?(\d{1,9})(?!\d)", re.IGNORECASE)
 
 
 def read_trace(path: str | Path, on_progress: OnProgress | None = None) -> Trace:
-    """One file, .json or .json.gz, of PyTorch 1.8 and later; raises `BadInput` for anything else."""
+    """Reads one .json or .json.gz file of PyTorch 1.8 or later; raises `BadInput` for anything else."""
     try:
         return _read(os.fspath(path), on_progress)
     except MemoryError:
@@ -90,23 +90,23 @@ def _read(path: str, on_progress: OnProgress | None) -> Trace:
 
 
 def _without_events(path: str, facts: dict[str, Any], kinds: set[tuple[str, str]]) -> BadInput:
-    """What a file is that holds none of PyTorch's events. `kinds`: categories and processes of the others."""
-    about, categories = facts.get("metadata"), sorted({category for category, _ in kinds if category})
+    """The error for a file without PyTorch's events. `kinds`: categories and processes of the events in it."""
+    metadata, categories = facts.get("metadata"), sorted({category for category, _ in kinds if category})
     if {process for _, process in kinds} & _AUTOGRAD:
-        what = f"is of the autograd profiler, which does not tell which call launched which kernel; {RECORD}."
-    elif isinstance(about, dict) and "highres-ticks" in about:
-        what = f"is of the profiler of JAX and TensorFlow; keepbusy reads PyTorch's: {RECORD}."
+        problem = f"is of the autograd profiler, which does not tell which call launched which kernel; {RECORD}."
+    elif isinstance(metadata, dict) and "highres-ticks" in metadata:
+        problem = f"is of the profiler of JAX and TensorFlow; keepbusy reads PyTorch's: {RECORD}."
     elif categories:
-        known = ", ".join(categories[:5])
-        what = f"is of another profiler (its categories: {known}); keepbusy reads PyTorch's: {RECORD}."
+        listed = ", ".join(categories[:5])
+        problem = f"is of another profiler (its categories: {listed}); keepbusy reads PyTorch's: {RECORD}."
     else:
-        what = "holds no complete events (`ph: X`) of PyTorch's kinds; record at least two steps and export again."
-    return BadInput(f"{path} {what}")
+        problem = "holds no complete events (`ph: X`) of PyTorch's kinds; record at least two steps and export again."
+    return BadInput(f"{path} {problem}")
 
 
 @dataclass(frozen=True, eq=False)
 class Events(Table):
-    """One complete event a row, in the order of the file. Times are nanoseconds; what an event does not say is NONE."""
+    """A row per complete event, in the order of the file. Times are nanoseconds; missing values are NONE."""
 
     category: Ints = column(np.int8)
     name: Ints = column(np.int32)
@@ -119,7 +119,7 @@ class Events(Table):
 
 @dataclass(frozen=True, eq=False)
 class DeviceEvents(Table):
-    """What the events of a device say besides, which are a fifth of all or fewer; in the order of the file, too."""
+    """More columns for the events of a device, which are a fifth of all or fewer, in the order of the file."""
 
     event: Ints = column(np.int32)  # its row among all events
     device: Ints = column(np.int32, NONE)
@@ -132,7 +132,7 @@ class DeviceEvents(Table):
 
 
 class Thread(NamedTuple):
-    """Where an event stood: a host thread, or a stream of a device."""
+    """The thread of an event: a host thread, or a stream of a device."""
 
     process: str
     number: str
@@ -140,7 +140,7 @@ class Thread(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What an NCCL kernel says of itself."""
+    """The collective of an NCCL kernel, by its arguments."""
 
     name: str
     elements_in: int
@@ -148,15 +148,15 @@ class Collective(NamedTuple):
     dtype: str
     group: str  # "Process Group Name"
     group_size: int
-    ranks: tuple[int, ...]  # of the group, empty where the trace abbreviates them
-    peer: int = NONE  # of a send or recv: the other rank
+    ranks: tuple[int, ...]  # of the group, empty if the trace abbreviates them
+    peer: int = NONE  # for a send or recv: the other rank
 
 
 class TracedDevice(NamedTuple):
-    """What a trace says of a device."""
+    """A device, as a trace describes it."""
 
     name: str
-    capability: int  # the major number of CUDA's; 0 where nobody knows
+    capability: int  # the major number of its CUDA capability; 0 if unknown
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,22 +169,22 @@ class Trace:
     threads: tuple[Thread, ...]
     collectives: tuple[Collective, ...]
     rank: int | None = None
-    """Which one of its run it says it is."""
+    """The rank of this trace, if it has one."""
     world: int | None = None
-    """How many ranks the run has, of which some may not be given."""
+    """How many ranks the run has, of which some traces may be missing."""
     devices: tuple[TracedDevice, ...] = ()
-    """That its program saw."""
+    """Those that its program saw."""
     stacks: bool = False
-    """Whether it tells of Python's frames."""
+    """Whether it has Python's frames."""
     skipped: int = 0
     """Events that could not be read."""
     device_events: DeviceEvents = field(default_factory=lambda: DeviceEvents.of(0))
     memory: MemoryUse = field(default_factory=lambda: MemoryUse.of(0))
     """Its lanes are indices into `threads`."""
 
-    def named(self, fits: Callable[[str], object]) -> Mask:
-        """Which events have a name that fits."""
-        return np.array([bool(fits(name)) for name in self.names], bool)[self.events.name]
+    def named(self, matches: Callable[[str], object]) -> Mask:
+        """Which events have a name that matches."""
+        return np.array([bool(matches(name)) for name in self.names], bool)[self.events.name]
 
     def begins(self, *beginnings: str) -> Mask:
         """Which events have a name that begins with one of these."""
@@ -197,7 +197,7 @@ class Trace:
 
 
 class _Collector:
-    """Takes the rows of one trace, and makes its columns of them."""
+    """Turns the rows of one trace into columns."""
 
     def __init__(self) -> None:
         self.names, self.threads = _KeyNumbers(), _ThreadNumbers()
@@ -213,7 +213,7 @@ class _Collector:
         self.threads.label(batch.naming)
         if batch.memory:
             self._memory.append(_memory(batch.memory, self.threads))
-        complete, category = _telling(batch.complete)
+        complete, category = _with_known_category(batch.complete)
         if not complete:
             self.foreign.update((row.cat[:40], str(row.pid)[:40]) for row in batch.complete[:8])
         start, end, sound = _times(complete)
@@ -231,17 +231,17 @@ class _Collector:
                     thread=np.array([threads[row.pid, row.tid] for row in complete], np.int32),
                     start=start,
                     end=end,
-                    correlation=_said(complete, _CALL[category] | on_device, "correlation"),
-                    sequence=_said(complete, category == Category.OPERATOR, "sequence"),
+                    correlation=_argument_of(complete, _CALL[category] | on_device, "correlation"),
+                    sequence=_argument_of(complete, category == Category.OPERATOR, "sequence"),
                 )
             )
             self._device_events.append(self._on_device(complete, np.flatnonzero(on_device), category))
             self.count += len(complete)
 
     def trace(self, path: str, facts: Mapping[str, Any], skipped: int) -> Trace:
-        """Of all rows so far, of which there are some."""
-        said, devices = facts.get("distributedInfo"), facts.get("deviceProperties")
-        place = said if isinstance(said, dict) else {}
+        """The trace with all rows so far. There must be at least one."""
+        distributed, devices = facts.get("distributedInfo"), facts.get("deviceProperties")
+        run_facts = distributed if isinstance(distributed, dict) else {}
         return Trace(
             path=path,
             events=Events.concatenate(self._events),
@@ -250,42 +250,42 @@ class _Collector:
             names=tuple(self.names),
             threads=self.threads.table(),
             collectives=tuple(self.collectives),
-            rank=_below(LARGEST_RANK, place.get(RANK)),
-            world=_below(LARGEST_RANK + 1, place.get(WORLD_SIZE)) or None,
+            rank=_below(LARGEST_RANK, run_facts.get(RANK)),
+            world=_below(LARGEST_RANK + 1, run_facts.get(WORLD_SIZE)) or None,
             devices=tuple(map(_device, devices if isinstance(devices, list) else ())),
             stacks=bool(facts.get("with_stack")),
             skipped=skipped,
         )
 
     def _on_device(self, complete: list[Complete], rows: Ints, category: Ints) -> DeviceEvents:
-        """What these rows of the batch say besides."""
+        """The columns of DeviceEvents for these rows of the batch."""
         complete, category = [complete[row] for row in rows.tolist()], category[rows]
         arguments, command = [row.args or _NO_ARGUMENTS for row in complete], category <= Category.FILL
-        device = _either([one.device for one in arguments], [row.pid for row in complete], command)
+        device = _either([argument.device for argument in arguments], [row.pid for row in complete], command)
         collectives = [
-            self.collectives[_collective(one)] if is_kernel and isinstance(one.collective, str) else NONE
-            for is_kernel, one in zip((category == Category.KERNEL).tolist(), arguments, strict=True)
+            self.collectives[_collective(argument)] if is_kernel and isinstance(argument.collective, str) else NONE
+            for is_kernel, argument in zip((category == Category.KERNEL).tolist(), arguments, strict=True)
         ]
         return DeviceEvents(
             event=self.count + rows,
             device=np.where(np.abs(device) < 1 << 31, device, NONE),
-            stream=_either([one.stream for one in arguments], [row.tid for row in complete], command),
-            size=_integers([one.size for one in arguments]),
-            blocks=np.array([self.blocks[bytes(one.grid)] for one in arguments], np.int32),
+            stream=_either([argument.stream for argument in arguments], [row.tid for row in complete], command),
+            size=_integers([argument.size for argument in arguments]),
+            blocks=np.array([self.blocks[bytes(argument.grid)] for argument in arguments], np.int32),
             collective=np.array(collectives, np.int64),
-            awaited_stream=_integers([one.awaited_stream for one in arguments]),
-            awaited_record=_integers([one.awaited_record for one in arguments]),
+            awaited_stream=_integers([argument.awaited_stream for argument in arguments]),
+            awaited_record=_integers([argument.awaited_record for argument in arguments]),
         )
 
 
-def _below(limit: int, said: Any) -> int | None:
-    return said if isinstance(said, int) and 0 <= said < limit else None
+def _below(limit: int, value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value < limit else None
 
 
-def _device(said: Any) -> TracedDevice:
-    about = said if isinstance(said, dict) else {}
-    capability = about.get(CAPABILITY)
-    return TracedDevice(str(about.get("name", "")), capability if isinstance(capability, int) else 0)
+def _device(value: Any) -> TracedDevice:
+    properties = value if isinstance(value, dict) else {}
+    capability = properties.get(CAPABILITY)
+    return TracedDevice(str(properties.get("name", "")), capability if isinstance(capability, int) else 0)
 
 
 class _KeyNumbers(dict[Any, int]):
@@ -297,18 +297,18 @@ class _KeyNumbers(dict[Any, int]):
 
 
 class _GridSizes(dict[bytes, int]):
-    """How many there are in a grid, by its text."""
+    """The number of blocks in a grid, by its JSON text."""
 
     def __missing__(self, text: bytes) -> int:
         self[text] = 0
-        with suppress(ValueError, RecursionError):  # some other tool's, or none
+        with suppress(ValueError, RecursionError):  # another tool's format, or no grid
             count = prod(msgspec.json.decode(text, type=list[int]))
             self[text] = count if 0 < count < 1 << 31 else 0
         return self[text]
 
 
 class _ThreadNumbers(dict[tuple[Any, Any], int]):
-    """The same for threads, which may call themselves 7 or "7"."""
+    """Numbers threads in the order of their first use. A thread can be called 7 or "7"."""
 
     def __init__(self) -> None:
         self.spelled = _KeyNumbers()
@@ -329,37 +329,36 @@ class _ThreadNumbers(dict[tuple[Any, Any], int]):
 
 def _memory(rows: list[Instant], threads: _ThreadNumbers) -> MemoryUse:
     time = np.nan_to_num(np.clip([row.ts for row in rows], -_LARGEST_TIME, _LARGEST_TIME))
-    held = [row.args for row in rows if row.args is not None]
+    arguments = [row.args for row in rows if row.args is not None]
     numbers = {
-        name: _integers([getattr(one, name) for one in held])
+        name: _integers([getattr(entry, name) for entry in arguments])
         for name in ("device", "block", "size", "allocated", "reserved")
     }
     lane = np.array([threads[row.pid, row.tid] for row in rows], np.int64)
     return MemoryUse.of(len(rows), lane=lane, time=np.rint(1000 * time).astype(np.int64), **numbers)
 
 
-def _telling(complete: list[Complete]) -> tuple[list[Complete], Ints]:
-    """The events that say something about who waits for whom, and their categories."""
+def _with_known_category(complete: list[Complete]) -> tuple[list[Complete], Ints]:
+    """The events with a category that matters here, and their categories."""
     category: Ints = np.array([_NUMBERS.get(row.cat, NONE) for row in complete], np.int8)
     for row in np.flatnonzero(category == _OLD_OPERATOR).tolist():
         category[row] = Category.ANNOTATION if "#" in complete[row].name else Category.OPERATOR
-    telling = category != NONE
-    return (complete, category) if telling.all() else (list(compress(complete, telling)), category[telling])
+    is_known = category != NONE
+    return (complete, category) if is_known.all() else (list(compress(complete, is_known)), category[is_known])
 
 
-def _said(complete: list[Complete], telling: Mask, what: str) -> Ints:
-    """What the arguments of these events say, and NONE for the others."""
-    said, rows = np.full(len(complete), NONE, np.int64), np.flatnonzero(telling)
+def _argument_of(complete: list[Complete], chosen: Mask, field_name: str) -> Ints:
+    """One argument of the chosen events, and NONE for the others."""
+    values, rows = np.full(len(complete), NONE, np.int64), np.flatnonzero(chosen)
     arguments = [complete[row].args or _NO_ARGUMENTS for row in rows.tolist()]
-    said[rows] = _integers(list(map(attrgetter(what), arguments)))
-    return said
+    values[rows] = _integers(list(map(attrgetter(field_name), arguments)))
+    return values
 
 
 def _times(complete: list[Complete]) -> tuple[Ints, Ints, Mask]:
     """Start and end in nanoseconds, and which of them are sound.
 
-    The fractions are added before they are rounded, so an event that ends with its parent in the
-    file still does.
+    The fractions are added before they are rounded, so an event that ends with its parent in the file still does so.
     """
     ts, dur = [row.ts for row in complete], [row.dur for row in complete]
     start, length = np.array(ts, np.float64), np.array(dur, np.float64)
@@ -383,33 +382,34 @@ def _exact(times: list[Any], sound: Mask) -> Ints:
 
 
 def _integers(values: list[Any]) -> Ints:
-    """What is no integer of 64 bits is not known."""
+    """The values as integers of 64 bits, NONE for anything else."""
     try:
         numbers = np.array(values, np.int64)
         if numbers.ndim == 1:
             return numbers
     except (ValueError, TypeError, OverflowError):
         pass
-    return np.array([one if isinstance(one, int) and -(1 << 63) <= one < 1 << 63 else NONE for one in values], np.int64)
+    fits = [isinstance(value, int) and -(1 << 63) <= value < 1 << 63 for value in values]
+    return np.array([value if fit else NONE for value, fit in zip(values, fits, strict=True)], np.int64)
 
 
-def _either(said: list[Any], stood: list[Any], wanted: Mask) -> Ints:
-    """What the arguments say, else, of a command, where its row stood."""
-    numbers = _integers(said)
+def _either(preferred: list[Any], fallback: list[Any], wanted: Mask) -> Ints:
+    """The preferred values, from arguments; if these are missing in a command, the fallback, from its row."""
+    numbers = _integers(preferred)
     unknown = (numbers == NONE) & wanted
-    return np.where(unknown, _integers(stood), numbers) if unknown.any() else numbers
+    return np.where(unknown, _integers(fallback), numbers) if unknown.any() else numbers
 
 
-def _collective(one: Arguments) -> Collective:
-    peer = _number(one.from_rank) if _number(one.from_rank) != NONE else _number(one.to_rank)
+def _collective(arguments: Arguments) -> Collective:
+    peer = _number(arguments.from_rank) if _number(arguments.from_rank) != NONE else _number(arguments.to_rank)
     return Collective(
-        str(one.collective),
-        _number(one.elements_in),
-        _number(one.elements_out),
-        str(one.dtype),
-        str(one.group),
-        _number(one.group_size),
-        _ranks(one.ranks),
+        str(arguments.collective),
+        _number(arguments.elements_in),
+        _number(arguments.elements_out),
+        str(arguments.dtype),
+        str(arguments.group),
+        _number(arguments.group_size),
+        _ranks(arguments.ranks),
         peer,
     )
 
@@ -418,17 +418,17 @@ def _number(value: Any) -> int:
     return int(_integers([value])[0])
 
 
-def _ranks(said: Any) -> tuple[int, ...]:
-    """Either a list or one in a string, which ends with `...` when it is long."""
-    if isinstance(said, list):
-        return tuple(one for one in said if isinstance(one, int))
-    if not isinstance(said, str) or "." in said:
+def _ranks(listed: Any) -> tuple[int, ...]:
+    """The ranks in a list, or in a string that holds one and ends with `...` if it is long."""
+    if isinstance(listed, list):
+        return tuple(rank for rank in listed if isinstance(rank, int))
+    if not isinstance(listed, str) or "." in listed:
         return ()
-    return tuple(int(digits) for digits in re.findall(r"\d{1,9}", said))
+    return tuple(int(digits) for digits in re.findall(r"\d{1,9}", listed))
 
 
 def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = None) -> list[Trace]:
-    """All these files in their order, by a process for each core where that pays."""
+    """Reads all these files, in their order, with a process per core if that is faster."""
     names = [os.fspath(path) for path in paths]
     if len(names) == 1:
         return [read_trace(names[0], on_progress)]
@@ -441,25 +441,23 @@ def read_traces(paths: Sequence[str | Path], on_progress: OnProgress | None = No
 
 
 def each_of(
-    names: list[str], made: Callable[[str], _Made], on_progress: OnProgress | None = None
+    names: list[str], function: Callable[[str], _Made], on_progress: OnProgress | None = None
 ) -> Iterator[tuple[int, _Made | BadInput]]:
-    """What is made of each file, as it comes, by a process for each core where that pays. None of them is kept here.
-
-    `made`: a function of a module, which the processes import.
-    """
-    sizes, done = [_size(name) for name in names], 0
-    hands = deal(sizes, len(os.sched_getaffinity(0))) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
-    nobody: Iterator[tuple[int, _Made | BadInput | None]] = ((index, None) for index in range(len(names)))
-    for index, answer in _elsewhere(names, hands, made) if len(hands) > 1 else nobody:
-        yield index, tried(names[index], made) if answer is None else answer
-        done += sizes[index]
+    """Applies `function`, which the processes import from its module, to each file, with a process per core if that is
+    faster. Yields results as they come, and keeps none."""
+    sizes, read_bytes = [_size(name) for name in names], 0
+    shares = deal(sizes, len(os.sched_getaffinity(0))) if sum(sizes) >= WORTH_PROCESSES and sys.executable else []
+    in_this_process: Iterator[tuple[int, _Made | BadInput | None]] = ((index, None) for index in range(len(names)))
+    for index, answer in _elsewhere(names, shares, function) if len(shares) > 1 else in_this_process:
+        yield index, tried(names[index], function) if answer is None else answer
+        read_bytes += sizes[index]
         if on_progress:
-            on_progress(f"reading {len(names)} traces", done / max(sum(sizes), 1))
+            on_progress(f"reading {len(names)} traces", read_bytes / max(sum(sizes), 1))
 
 
-def tried(name: str, made: Callable[[str], _Made]) -> _Made | BadInput:
+def tried(name: str, function: Callable[[str], _Made]) -> _Made | BadInput:
     try:
-        return made(name)
+        return function(name)
     except BadInput as error:
         return error
 
@@ -472,73 +470,74 @@ def _size(name: str) -> int:
 
 
 def deal(sizes: list[int], processes: int) -> list[list[int]]:
-    """Which files each process reads: the largest first, always to the one with the least to do."""
-    hands: list[list[int]] = [[] for _ in range(min(processes, len(sizes)))]
-    loads = [0] * len(hands)
+    """Which files each process reads: the largest first, each to the process with the least to read."""
+    shares: list[list[int]] = [[] for _ in range(min(processes, len(sizes)))]
+    loads = [0] * len(shares)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         least = loads.index(min(loads))
-        hands[least].append(index)
+        shares[least].append(index)
         loads[least] += sizes[index]
-    return hands
+    return shares
 
 
 def _elsewhere(
-    names: list[str], hands: list[list[int]], made: Callable[[str], _Made]
+    names: list[str], shares: list[list[int]], function: Callable[[str], _Made]
 ) -> Iterator[tuple[int, _Made | BadInput | None]]:
-    """Answers as they come. None stands for whatever a process failed to say: that file is to be read here."""
+    """Results as they come. None means that a process failed, so that file has to be read in this process."""
     answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-    for hand in hands:
-        PythonThread(target=_listen, args=(names, hand, made, answers), daemon=True).start()
+    for share in shares:
+        PythonThread(target=_listen, args=(names, share, function, answers), daemon=True).start()
     for _ in names:
         yield answers.get()
 
 
 def _listen(
-    names: list[str], hand: list[int], made: Callable[[str], _Made], answers: SimpleQueue[tuple[int, Any]]
+    names: list[str], share: list[int], function: Callable[[str], _Made], answers: SimpleQueue[tuple[int, Any]]
 ) -> None:
-    """A plain Python command reads these files: a multiprocessing pool would run the user's script once more."""
-    left = list(hand)
+    """Reads these files with a plain Python command: a multiprocessing pool would run the user's script again."""
+    unread = list(share)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    code = f"from {__name__} import serve; from {made.__module__} import {made.__name__} as made; serve(made)"
-    call = [sys.executable, "-c", code, *[names[index] for index in hand]]
+    code = f"from {__name__} import serve; from {function.__module__} import {function.__name__} as read; serve(read)"
+    call = [sys.executable, "-c", code, *[names[index] for index in share]]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
         with subprocess.Popen(call, env=environment, **pipes) as process:  # type: ignore[call-overload]
-            while left:
+            while unread:
                 answer = pickle.load(process.stdout)  # from our own child, never from a file
-                answers.put((left.pop(0), answer))
+                answers.put((unread.pop(0), answer))
     except (OSError, ValueError, EOFError, pickle.UnpicklingError):
-        for index in left:
+        for index in unread:
             answers.put((index, None))
 
 
-def serve(made: Callable[[str], object]) -> None:
-    """What such a process does: reads the files it was given and writes to its parent what it made of each."""
+def serve(function: Callable[[str], object]) -> None:
+    """Runs in such a process: applies the function to each file and writes the results to its parent."""
     for name in sys.argv[1:]:
-        pickle.dump(tried(name, made), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+        pickle.dump(tried(name, function), sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
 
 
 def ranks_of(traces: Sequence[Trace]) -> list[int]:
-    """By `distributedInfo`, else by the file's name, else by the order given; refused if they are not of one run."""
-    ranks = _ranks_told(traces)
-    known = [rank for rank in ranks if rank is not None]
-    if len(known) < len(ranks) or len(set(known)) < len(known):
+    """The rank of each trace: by `distributedInfo`, else by the file's name, else by order. Raises BadInput unless they
+    are of one run."""
+    ranks = _stated_ranks(traces)
+    known_ranks = [rank for rank in ranks if rank is not None]
+    if len(known_ranks) < len(ranks) or len(set(known_ranks)) < len(known_ranks):
         raise BadInput(
             f"{traces[0].path} and {traces[-1].path} are not the ranks of one run: {len(traces)} traces name "
-            f"{len(set(known))} different ranks; give the traces of one run, each rank's once."
+            f"{len(set(known_ranks))} different ranks; give the traces of one run, each rank's once."
         )
     if len(traces) > 1:  # one file alone may be any rank of any run
         _refuse_other_runs(traces)
-    return known
+    return known_ranks
 
 
-def _ranks_told(traces: Sequence[Trace]) -> list[int | None]:
+def _stated_ranks(traces: Sequence[Trace]) -> list[int | None]:
     stated = [trace.rank for trace in traces]
     if None not in stated and len(set(stated)) == len(stated):
         return stated
-    found = [_IN_NAME.search(Path(trace.path).name) for trace in traces]
-    named = [int(one[1]) if one else None for one in found]
+    matches = [_IN_NAME.search(Path(trace.path).name) for trace in traces]
+    named = [int(match[1]) if match else None for match in matches]
     if None not in named and len(set(named)) == len(named):
         return named
     return list(range(len(traces))) if set(stated) == {None} else stated
