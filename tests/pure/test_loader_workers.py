@@ -22,9 +22,9 @@ from keepbusy.timeline.run_facts import (
 
 
 def test_the_smallest_number_that_keeps_up() -> None:
-    assert use().turn == 84 * MS
+    assert use().iteration == 84 * MS
     assert use().enough() == 6
-    assert use().enough() * use().turn >= use().in_worker > (use().enough() - 1) * use().turn
+    assert use().enough() * use().iteration >= use().in_worker > (use().enough() - 1) * use().iteration
 
 
 @pytest.mark.parametrize(("cores", "enough"), [(16, 6), (7, 6), (6, 5), (5, 4), (2, 3), (1, 3)])
