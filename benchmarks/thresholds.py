@@ -42,8 +42,8 @@ EXPLAINED = {
     "keepbusy.fixes.definition": (
         Threshold("GENERAL", {}, "Fixes of launches and of host work change a program more than others do."),
     ),
-    "keepbusy.fixes.rounds": (
-        Threshold("FEWEST_ROUNDS", INFINITE, "Eight rounds or more of one call could be done at once."),
+    "keepbusy.fixes.repeated_calls": (
+        Threshold("FEWEST_REPETITIONS", INFINITE, "Eight rounds or more of one call could be done at once."),
     ),
     "keepbusy.explain.run_plan": (
         Threshold(
@@ -160,7 +160,7 @@ BOUNDS = {
     "keepbusy.fixes.definition": (),
     "keepbusy.fixes.cpu_work": (),
     "keepbusy.fixes.launching": ("COMPILED_AWAY", "MOST_OF_IT"),
-    "keepbusy.fixes.rounds": ("MERGED_WORK",),
+    "keepbusy.fixes.repeated_calls": ("MERGED_WORK",),
     "keepbusy.explain.run_plan": ("CAPTURING", "COMPILING", "UNUSED", "A_SECOND"),
     "keepbusy.timeline.edit": ("UNLIMITED",),
     "keepbusy.explain.step_analysis": (

@@ -10,7 +10,8 @@ pytest.importorskip("libcst")
 
 from keepbusy.fix.source.proof import RunResults
 from keepbusy.fixes import ASKED_FOR, FIXES, WRITTEN
-from keepbusy.fixes.source.rewriting import changed_lines, edited, moved_lines
+from keepbusy.fixes.source.at_lines import changed_lines, moved_lines
+from keepbusy.fixes.source.rewriting import edited
 
 EVERY_EDIT = [*WRITTEN[1:], "num_workers=8", "prepare_in_workers without persistent_workers"]
 LOOP = """\

@@ -133,7 +133,7 @@ class FixSearch:
     def __init__(self, runs: CandidateRuns, plain: TrialRun) -> None:
         """The plan begins with the largest saving. Alternatives come after all of its fixes because their savings are
         not predicted, and those in the steps come before those beside them."""
-        from keepbusy.fixes.source.rewriting import ways_of
+        from keepbusy.fixes.source.rewriting import edits_for
 
         self._runs, self._plain, self._last = runs, plain, plain
         self.sources: dict[str, str] = {}
@@ -143,7 +143,7 @@ class FixSearch:
         self._reported: list[PlannedFix] = []  # fixes whose own edit has an outcome
         plan = plain.diagnosis.plan
         self._loops = plain.diagnosis.loop, *(planned.loop for planned in plan if planned.loop)
-        self._attempts = [Attempt(planned, edit) for planned in plan for edit in ways_of(planned.fix)]
+        self._attempts = [Attempt(planned, edit) for planned in plan for edit in edits_for(planned.fix)]
         self._attempts.sort(key=lambda attempt: attempt.is_alternative and 1 + attempt.planned.is_beside_steps)
 
     def go(self) -> None:
@@ -202,7 +202,7 @@ class FixSearch:
 
     def _try(self, attempt: Attempt, candidate: dict[str, str], what: str) -> None:
         from keepbusy.fix.source.planned_edits import changed_at
-        from keepbusy.fixes.source.rewriting import where_results_differ
+        from keepbusy.fixes.source.rewriting import edit_with_same_results
 
         planned, edit = attempt
         where = changed_at(self.sources, candidate) or planned.where
@@ -212,7 +212,7 @@ class FixSearch:
         except BadInput as error:
             outcome = f"left out: {str(error).rstrip('.')}"
             self._failed.append(candidate)
-            other = where_results_differ(edit) if isinstance(error, DifferentResults) else ""
+            other = edit_with_same_results(edit) if isinstance(error, DifferentResults) else ""
             if other:
                 self._attempts.insert(1, Attempt(planned, other))
         else:
@@ -356,7 +356,7 @@ class CandidateRuns:
 
     def _run(self, sources: dict[str, str], folder: Path, what: str, capturable: bool) -> None:
         from keepbusy.fix.source.planned_edits import source_of
-        from keepbusy.fix.source.proof import ASKED
+        from keepbusy.fix.source.proof import CANDIDATE
         from keepbusy.fixes.source.graphs import origins_of
 
         saved, instructions = folder / "run.busy", folder / "asked.json"
@@ -367,7 +367,7 @@ class CandidateRuns:
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
             child = subprocess.Popen(
                 [sys.executable, "-m", "keepbusy", "run", "--save", str(saved), *self._command],
-                env={**os.environ, ASKED: str(instructions), "PYTHONHASHSEED": "0"},
+                env={**os.environ, CANDIDATE: str(instructions), "PYTHONHASHSEED": "0"},
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
             )
@@ -425,7 +425,7 @@ def _listed(where: Sequence[Where]) -> str:
 def _diffs(sources: dict[str, str]) -> Iterator[str]:
     """Diffs relative to this folder, or to one above it that holds all files: `patch` takes no names with `..`."""
     from keepbusy.fix.source.planned_edits import source_of
-    from keepbusy.fixes.source.rewriting import lines_of
+    from keepbusy.fixes.source.at_lines import lines_of
 
     current = Path.cwd()
     paths = {file: Path(os.path.normpath(current / file)) for file in sources}

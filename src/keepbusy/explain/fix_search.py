@@ -24,7 +24,7 @@ from keepbusy.fixes import FIXES, remedy_for
 from keepbusy.fixes.among_ranks import pipeline_stages
 from keepbusy.fixes.capture import capture_of
 from keepbusy.fixes.definition import WHOLE_LOOP, Candidate, PlacedCause, Remedy
-from keepbusy.fixes.rounds import rounds_at_once, shards_of_blocks
+from keepbusy.fixes.repeated_calls import repeated_calls_at_once, shards_of_blocks
 from keepbusy.timeline.edit import Edit
 from keepbusy.timeline.model import NONE, STAGED_BYTES, Direction, Ints
 from keepbusy.timeline.replay import MOST_ROWS
@@ -254,7 +254,7 @@ def candidates(inputs: CauseInputs, findings: Mapping[str, Finding]) -> list[Can
     # a program that was run uncompiled will launch less, by an unknown amount; in a single run a graph never pays off
     skipped = ("launch_bound",) if facts.compiled_eagerly or facts.runs_once else ()
     of_causes = [_of_cause(inputs, finding, findings) for cause, finding in findings.items() if cause not in skipped]
-    for candidate in chain(*of_causes, () if skipped else rounds_at_once(inputs)):
+    for candidate in chain(*of_causes, () if skipped else repeated_calls_at_once(inputs)):
         same = named[candidate.fix.name]
         is_one = candidate.fix.is_one_change or (not candidate.bounds and candidate.causes[0] in WHOLE_LOOP)
         # the same fix at the same place is one, however it was found

@@ -72,7 +72,7 @@ def remedy_for(inputs: CauseInputs, finding: Finding, where: Where, rows: Ints) 
 
 
 def fix_named(name: str) -> Fix | None:
-    """Also of `num_workers=8`."""
+    """The fix of this name, which may hold a number: `num_workers=8`."""
     return BY_NAME.get("prepare_in_workers" if name.startswith("num_workers=") else name)
 
 

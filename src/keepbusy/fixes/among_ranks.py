@@ -235,7 +235,7 @@ class OverlapCollectives(Fix):
     }
 
 
-# fixes that no cause asks for: see `rounds` and `pipeline`
+# fixes that no cause asks for: see `repeated_calls` and `pipeline_stages`
 
 
 class SendTogether(Fix):
@@ -316,18 +316,16 @@ class Pipeline(NamedTuple):
 
         Which way those of PyTorch's own schedules go is not known: half of them forward, all of these first.
         """
-        role, rank = (
-            np.append(inputs.timeline.frames.role, 0)[inputs.timeline.spans.frame],
-            inputs.timeline.rank_of_rows,
-        )
+        timeline = inputs.timeline
         rows = inputs.launch[inputs.is_message]
-        sent = np.where(role[rows] & Role.RECEIVES, -1, 1)
-        of_rank = [sent[rank[rows] == one] for one in inputs.timeline.ranks]
+        role = np.append(timeline.frames.role, 0)[timeline.spans.frame[rows]]
+        sent, rank_of_message = np.where(role & Role.RECEIVES, -1, 1), timeline.rank_of_rows[rows]
+        of_rank = [sent[rank_of_message == rank] for rank in timeline.ranks]
         if inputs.frames_with(Role.PIECE).any():
             pieces = max(1, min(map(len, of_rank)) // inputs.steps // 2)
             return Pipeline(pieces, pieces)
-        first = next((one for one in of_rank if len(one) and one[0] > 0), None)
-        if first is None or not any(len(one) and one[0] < 0 for one in of_rank):
+        first = next((messages for messages in of_rank if len(messages) and messages[0] > 0), None)
+        if first is None or not any(len(messages) and messages[0] < 0 for messages in of_rank):
             return None
         return Pipeline(max(1, round((first > 0).sum() / inputs.steps)), int(np.cumsum(first).max()))
 

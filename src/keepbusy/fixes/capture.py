@@ -80,7 +80,7 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
             masked.append(where)
         elif is_to_write:
             by_hand.setdefault((where.file, where.function), []).append(rows)
-            edits += [(way, where) for way in fix.served_by[:1] if not fix.is_asked_for]
+            edits += [(edit_name, where) for edit_name in fix.served_by[:1] if not fix.is_asked_for]
     beside = np.zeros(len(inputs.timeline), bool)
     beside[[row for groups in by_hand.values() for rows in groups for row in rows]] = True
     found = captured(inputs, goes, beside, edits, masked)
@@ -120,12 +120,7 @@ def captured(
     around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs) | drawing
     where = inputs.outermost(~around | fed)
     held = held[_in_statements(inputs, held, where[held])]
-    lines = tuple(
-        one._replace(
-            masked=tuple(sorted(at.line for at in masked if (at.file, at.function) == (one.file, one.function)))
-        )
-        for one in _lines(inputs, where[held], around, fed)
-    )
+    lines = _lines(inputs, where[held], around, fed, masked)
     reached = _reached(inputs, held, lines, edits)
     stays[held[~reached]] = True
     parted |= frames_around(timeline.frames, spans.frame[held[~reached]])
@@ -159,7 +154,7 @@ def _reached(
 ) -> Mask:
     """Which of these launches keepbusy can write into graphs; where it can none, those that somebody else could, and
     all of them where the sources are not here."""
-    files = sources_at(inputs, {one.file for one in lines})
+    files = sources_at(inputs, {function_lines.file for function_lines in lines})
     if not files:
         return np.ones(len(launches), bool)
     from keepbusy.fixes.source.captured_lines import refused_lines
@@ -168,22 +163,22 @@ def _reached(
     loop = Where.of(inputs.timeline.facts.loop)
     held, refused = set[tuple[str, int]](), set[tuple[str, int]]()
     for file, source in files.items():
-        of_file = [(way, [at.line]) for way, at in edits if at.file == file]
-        captured = [one for one in lines if one.file == file]
+        of_file = [(edit_name, [place.line]) for edit_name, place in edits if place.file == file]
+        captured = [function_lines for function_lines in lines if function_lines.file == file]
         held |= {(file, line) for line in reached_lines(source, of_file, captured, [loop.line] * (loop.file == file))}
-        refused |= {(file, line) for one in captured for line in refused_lines(source, one)}
-    at = [source_line(name) for name in inputs.timeline.names]
+        refused |= {(file, line) for function_lines in captured for line in refused_lines(source, function_lines)}
+    places_of_names = [source_line(name) for name in inputs.timeline.names]
 
     def stand_at(places: set[tuple[str, int]]) -> Mask:
-        return _stand_at(inputs, launches, [place is not None and place[:2] in places for place in at])
+        return _stand_at(inputs, launches, [place is not None and place[:2] in places for place in places_of_names])
 
-    elsewhere = ~_stand_at(inputs, launches, [place is not None and place[0] in files for place in at])
+    elsewhere = ~_stand_at(inputs, launches, [place is not None and place[0] in files for place in places_of_names])
     result = stand_at(held) | elsewhere
     return result if result.any() else ~stand_at(refused)
 
 
 def _stand_at(inputs: CauseInputs, launches: Ints, names: Sequence[bool]) -> Mask:
-    """Which of these launches stand in a frame of one of these names, each told whether it counts."""
+    """Which of these launches stand in a frame whose name counts. `names`: for each name whether it does."""
     frames, result = inputs.timeline.frames, np.zeros(len(launches), bool)
     parent, counts = np.append(frames.parent, NONE), np.append(np.array(names, bool)[frames.name], False)
     frame = inputs.timeline.spans.frame[launches]
@@ -194,13 +189,13 @@ def _stand_at(inputs: CauseInputs, launches: Ints, names: Sequence[bool]) -> Mas
 
 
 def sources_at(inputs: CauseInputs, names: Collection[str]) -> dict[str, str]:
-    """Of these files, those that are where the run was begun."""
-    folder, found = inputs.timeline.facts.folder, dict[str, str]()
+    """The texts of these files, as far as they are where the run was begun."""
+    folder, sources = inputs.timeline.facts.folder, dict[str, str]()
     if folder and find_spec("libcst") is not None:
         for name in names:
             with suppress(OSError, UnicodeDecodeError):
-                found[name] = (Path(folder) / name).read_bytes().decode()
-    return found
+                sources[name] = (Path(folder) / name).read_bytes().decode()
+    return sources
 
 
 def _holds_steps(inputs: CauseInputs) -> Mask:
@@ -219,10 +214,9 @@ def _calls_what_draws(inputs: CauseInputs) -> Mask:
     is seen in the sources alone."""
     frames, names = inputs.timeline.frames, inputs.timeline.names
     places = [source_line(name) for name in names]
-    drawing = {
-        file: drawing_lines(source) for file, source in sources_at(inputs, {at[0] for at in places if at}).items()
-    }
-    draws = np.array([drawing[at[0]].get(at[1], 0) if at and at[0] in drawing else 0 for at in places] or [0])
+    sources = sources_at(inputs, {place[0] for place in places if place})
+    drawing = {file: drawing_lines(source) for file, source in sources.items()}
+    draws = np.array([drawing.get(place[0], {}).get(place[1], 0) if place else 0 for place in places] or [0])
     draws = draws[frames.name]
     parted = np.concatenate([frames.parent[draws > 0], np.flatnonzero(draws == _AT_THE_DRAW)])
     result = np.zeros(len(frames), bool)
@@ -250,8 +244,8 @@ def drawing_lines(source: str) -> dict[int, int]:
 
 
 def _draws(called: str) -> bool:
-    of, _, name = called.rpartition(".")
-    return of in ("random", "np.random", "numpy.random") and name not in _NO_DRAWS
+    module, _, name = called.rpartition(".")
+    return module in ("random", "np.random", "numpy.random") and name not in _NO_DRAWS
 
 
 def _parted_by(inputs: CauseInputs, stays: Mask) -> Mask:
@@ -271,33 +265,40 @@ def _parted_by(inputs: CauseInputs, stays: Mask) -> Mask:
     return result[:-1]
 
 
-def _lines(inputs: CauseInputs, captured: Ints, parted: Mask, fed: Mask) -> tuple[CapturedLines, ...]:
-    """`captured`: of each launch the frame of its statement. `parted`: frames in which something stays; `fed`: those
-    that only copy before they compute. A line at which something stays in few of the steps that reach it does not
-    count: a short pause of the host."""
+def _lines(
+    inputs: CauseInputs, captured: Ints, parted: Mask, fed: Mask, masked: Sequence[Where]
+) -> tuple[CapturedLines, ...]:
+    """`captured`: for each launch the frame of its statement. `parted`: frames in which something stays; `fed`: those
+    that only copy before they compute. Something has to stay at a line in most of the steps that reach it: else it is
+    a short pause of the host."""
     frames, names = inputs.timeline.frames, inputs.timeline.names
     launching = defaultdict[tuple[str, str], Counter[int]](Counter)
     staying, feeding = (defaultdict[tuple[str, str], list[int]](list) for _ in range(2))
     for frame, count in zip(*np.unique(captured[captured != NONE], return_counts=True), strict=True):
-        if at := source_line(names[frames.name[frame]]):
-            launching[at[0], at[2]][at[1]] += int(count)
+        if place := source_line(names[frames.name[frame]]):
+            file, line, function = place
+            launching[file, function][line] += int(count)
     marks = inputs.timeline.spans.start[inputs.timeline.marks_of(inputs.timeline.ranks[0])]
     step = np.searchsorted(marks, frames.start, side="right")
-    kinds = ({*zip(frames.name[one], step[one], strict=True)} for one in (np.arange(len(frames)), parted, parted & fed))
-    steps_reached, steps_stayed, steps_fed = (Counter(int(name) for name, _ in one) for one in kinds)
+    kinds = (
+        {*zip(frames.name[chosen], step[chosen], strict=True)}
+        for chosen in (np.arange(len(frames)), parted, parted & fed)
+    )
+    steps_reached, steps_stayed, steps_fed = (Counter(int(name) for name, _ in pairs) for pairs in kinds)
     for name, count in steps_stayed.items():
-        at = source_line(names[name])
-        if at and 2 * count > steps_reached[name]:
-            staying[at[0], at[2]].append(at[1])
-            feeding[at[0], at[2]] += [at[1]] * (2 * steps_fed[name] > count)
+        if (place := source_line(names[name])) and 2 * count > steps_reached[name]:
+            file, line, function = place
+            staying[file, function].append(line)
+            feeding[file, function] += [line] * (2 * steps_fed[name] > count)
     return tuple(
         CapturedLines(
-            *place,
+            *named_function,
             tuple((line, -(-count // inputs.steps)) for line, count in sorted(lines.items())),
-            tuple(sorted(staying[place])),
-            tuple(sorted(feeding[place])),
+            tuple(sorted(staying[named_function])),
+            tuple(sorted(feeding[named_function])),
+            tuple(sorted(place.line for place in masked if (place.file, place.function) == named_function)),
         )
-        for place, lines in sorted(launching.items(), key=lambda one: -one[1].total())
+        for named_function, lines in sorted(launching.items(), key=lambda item: -item[1].total())
     )
 
 
@@ -376,17 +377,20 @@ def _alike(inputs: CauseInputs, launches: Ints, run: Ints) -> Ints:
     commands = inputs.command[launches]
     launched = np.stack([spans.name[commands], spans.size[commands], amount[commands]])
     order = np.argsort(run, kind="stable")
-    members = [one for one in np.split(order, np.flatnonzero(np.diff(run[order])) + 1) if len(one) >= FEWEST_LAUNCHES]
-    seen = [(_path(inputs, int(launches[one[0]])), launched[:, one].tobytes()) for one in members]
-    runs, often = Counter(place for place, _ in seen), Counter(seen)
+    runs = np.split(order, np.flatnonzero(np.diff(run[order])) + 1)
+    runs = [members for members in runs if len(members) >= FEWEST_LAUNCHES]
+    keys = [(_path(inputs, int(launches[members[0]])), launched[:, members].tobytes()) for members in runs]
+    runs_at, often = Counter(place for place, _ in keys), Counter(keys)
     usual = defaultdict[int, list[tuple[int, bytes]]](list)
-    for what, count in often.most_common():
-        if len(usual[what[0]]) < MOST_GRAPHS and (count > 1 or runs[what[0]] == 1):
-            usual[what[0]].append(what)
-    kept = {
-        one for place, found in usual.items() for one in found if 2 * sum(map(often.__getitem__, found)) >= runs[place]
-    }
-    held = [launches[one] for one, what in zip(members, seen, strict=True) if what in kept]
+    for key, count in often.most_common():
+        place, _ = key
+        if len(usual[place]) < MOST_GRAPHS and (count > 1 or runs_at[place] == 1):
+            usual[place].append(key)
+    captured_keys = set[tuple[int, bytes]]()
+    for place, few in usual.items():
+        if 2 * sum(often[key] for key in few) >= runs_at[place]:
+            captured_keys |= {*few}
+    held = [launches[members] for members, key in zip(runs, keys, strict=True) if key in captured_keys]
     return np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
 
 

@@ -59,9 +59,9 @@ class PlacedCause(NamedTuple):
         )
 
     def remedy(self) -> Remedy:
-        """Of the first fix that applies; of none the usual one of the cause."""
-        asked = filter(None, (fix.remedy_at(self) for fix in self.fixes if self.cause in fix.causes))
-        return next(asked, None) or next(fix.usually(self.cause) for fix in self.fixes if self.cause in fix.usual)
+        """That of the first fix that applies, else the usual one of the cause."""
+        remedies = filter(None, (fix.remedy_at(self) for fix in self.fixes if self.cause in fix.causes))
+        return next(remedies, None) or next(fix.usually(self.cause) for fix in self.fixes if self.cause in fix.usual)
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class Candidate:
         return self.bounds[1] if self.bounds else self.edit
 
     def joined(self, other: Candidate) -> Candidate:
-        known = {str(place) for place in self.where}
+        places = {str(place) for place in self.where}
         bounds = (self.at_best() | other.at_best(), self.at_worst() | other.at_worst())
         return replace(
             self,
-            where=(*self.where, *(place for place in other.where if str(place) not in known)),
+            where=(*self.where, *(place for place in other.where if str(place) not in places)),
             causes=tuple(dict.fromkeys([*self.causes, *other.causes])),
             edit=self.edit | other.edit,
             blocks_capture=self.blocks_capture or other.blocks_capture,
@@ -201,7 +201,7 @@ class Fix:
 
 
 def all_or_nothing(inputs: CauseInputs, usual: Candidate) -> tuple[Edit, Edit]:
-    """The bounds of what nobody knows how much of it a GPU can do."""
+    """The bounds where nobody knows how much of it a GPU can do."""
     return usual.edit, Edit.nothing(inputs.timeline)
 
 

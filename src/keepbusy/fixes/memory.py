@@ -42,7 +42,7 @@ _IN_THE_WAY = {
 
 
 def allocator_settings(facts: RunFacts) -> str:
-    """What the program's environment set of the allocator, where that was seen."""
+    """What the program's environment sets for the allocator, where that was recorded."""
     if facts.allocator is None:
         return "What PYTORCH_ALLOC_CONF was is not known of a trace."
     if "expandable_segments:True" in facts.allocator:

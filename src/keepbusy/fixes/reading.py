@@ -34,7 +34,7 @@ def waits_in_backward(place: PlacedCause) -> bool:
 
 
 def is_called_in_library(place: PlacedCause) -> Mask | None:
-    """Of the rows to blame those at which a library's line calls, where these are the most; else None."""
+    """Which of the rows to blame a library's line calls, where these are the most; else None."""
     rows = place.inputs.shown_at[place.rows]
     in_library = np.isin(place.inputs.caller[rows], (Owner.LIBRARY, Owner.TORCH))
     return in_library if place.where.file and 2 * np.count_nonzero(in_library) > len(rows) else None
@@ -74,8 +74,7 @@ class DropChecks(Fix):
     )
 
     def applies(self, place: PlacedCause) -> bool:
-        validates = (place.inputs.library_role[place.rows] & Role.VALIDATES).any()
-        return bool(validates)
+        return bool((place.inputs.library_role[place.rows] & Role.VALIDATES).any())
 
 
 class PrintCopy(Fix):
@@ -261,8 +260,7 @@ class ReadAtOnce(Fix):
     )
 
     def applies(self, place: PlacedCause) -> bool:
-        in_a_row = np.isin(place.rows, [rows[0] for rows in place.inputs.reads_in_a_row]).all()
-        return bool(in_a_row)
+        return bool(np.isin(place.rows, [rows[0] for rows in place.inputs.reads_in_a_row]).all())
 
 
 class Readback(Fix):

@@ -1,4 +1,4 @@
-"""Settings of trainers that hold the loop themselves: who calls one has no line of that loop to change."""
+"""Settings of trainers that hold the loop themselves: their users have no line of that loop to change."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ SETTINGS = {
 
 
 def setting_of(causes: Sequence[str], holders: Sequence[str]) -> str:
-    """Of the trainer among those that hold a loop, what sets the fix of these causes; "" where nothing does."""
+    """The setting that fixes one of these causes, of the trainer that holds a loop; "" if there is none."""
     known = [settings for trainer, settings in SETTINGS.items() for holder in holders if holder.startswith(trainer)]
     return next((settings[cause] for settings in known for cause in causes if cause in settings), "")

@@ -17,7 +17,7 @@ _NO_COLUMN = -1
 
 
 class StandIns:
-    """By whole paths, which sources to take for which files, and of each of their lines the line that it is there."""
+    """The sources to take for files, by absolute path, and for each of their lines the line of that file."""
 
     def __init__(self, sources: Mapping[str, str], origins: Mapping[str, Sequence[int]]) -> None:
         self._sources, self._origins = sources, origins
@@ -28,18 +28,20 @@ class StandIns:
         Patches().replace(SourceFileLoader, "get_code", self._reading)
 
     def compiled(self, source: bytes, path: str) -> CodeType:
-        whole = str(Path(path).resolve())
-        if whole not in self._sources:
+        resolved = str(Path(path).resolve())
+        if resolved not in self._sources:
             return script.COMPILE[0](source, path)
-        tree, origins = ast.parse(self._sources[whole]), self._origins[whole]
+        tree, origins = ast.parse(self._sources[resolved]), self._origins[resolved]
         lifted = _lifted_from(tree, source, origins)
-        give_lines(tree, self._sources[whole], source, origins)
+        give_lines(tree, self._sources[resolved], source, origins)
         code = compile(tree, path, "exec", dont_inherit=True)
-        constants = [_named(one, lifted) if isinstance(one, CodeType) else one for one in code.co_consts]
+        constants = [
+            _named(constant, lifted) if isinstance(constant, CodeType) else constant for constant in code.co_consts
+        ]
         return code.replace(co_consts=tuple(constants))
 
     def _reading(self, plain: Function) -> Function:
-        """What Python has kept of a file's code is the file's own."""
+        """Code that Python has cached is the file's own, so it is not used."""
 
         def get_code(loader: Any, name: str) -> CodeType | None:
             path = loader.get_filename(name)
@@ -51,13 +53,15 @@ class StandIns:
 
 
 def _lifted_from(tree: ast.Module, own: bytes, origins: Sequence[int]) -> dict[str, str]:
-    """Of functions that statements were lifted into, the name of the function that these stand in."""
-    functions = [one for one in ast.walk(ast.parse(own)) if isinstance(one, ast.FunctionDef)]  # outer ones come first
+    """By the names of functions that statements were lifted into, the name of the function that they stand in."""
+    functions = [
+        function for function in ast.walk(ast.parse(own)) if isinstance(function, ast.FunctionDef)
+    ]  # outer ones come first
     lifted = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith(LIFTED):
             line = origins[node.body[0].lineno - 1]
-            around = [one.name for one in functions if one.lineno <= line <= (one.end_lineno or 0)]
+            around = [function.name for function in functions if function.lineno <= line <= (function.end_lineno or 0)]
             lifted[node.name] = (["<module>", *around])[-1]
     return lifted
 
@@ -72,8 +76,8 @@ def _named(code: CodeType, lifted: Mapping[str, str]) -> CodeType:
 
 
 def give_lines(tree: ast.Module, source: str, own: bytes, origins: Sequence[int]) -> None:
-    """To all of the tree the lines of the user's file, so that tracebacks and reports name these; and the columns where
-    a line is the same there, perhaps further to the right."""
+    """Give the whole tree the lines of the user's file, so that tracebacks and reports name these. Where a line is the
+    same there, perhaps further to the right, give it those columns, too."""
     new, old = source.encode().splitlines(), own.splitlines()
     for node in ast.walk(tree):
         if not isinstance(
@@ -82,14 +86,14 @@ def give_lines(tree: ast.Module, source: str, own: bytes, origins: Sequence[int]
             continue
         first, last = node.lineno, node.end_lineno or node.lineno
         begin, end = origins[first - 1], origins[last - 1]
-        begins_there = new[first - 1].strip() == old[begin - 1].strip()
-        ends_there = new[last - 1].strip() == old[end - 1].strip()
+        begins_alike = new[first - 1].strip() == old[begin - 1].strip()
+        ends_alike = new[last - 1].strip() == old[end - 1].strip()
         holds_others = hasattr(node, "body") and isinstance(node, ast.stmt)  # which may have changed
         node.lineno, node.end_lineno = begin, end
-        if begins_there and ends_there and (end - begin == last - first or holds_others):
+        if begins_alike and ends_alike and (end - begin == last - first or holds_others):
             node.col_offset += _indent(old[begin - 1]) - _indent(new[first - 1])
             node.end_col_offset = (node.end_col_offset or 0) + _indent(old[end - 1]) - _indent(new[last - 1])
-        elif begins_there and holds_others:  # where its loop is looked for: see `source_loops`
+        elif begins_alike and holds_others:  # where its loop is looked for: see `source_loops`
             node.col_offset += _indent(old[begin - 1]) - _indent(new[first - 1])
             node.end_lineno, node.end_col_offset = begin, len(old[begin - 1])
         else:

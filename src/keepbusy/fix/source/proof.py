@@ -26,29 +26,29 @@ from keepbusy.program.patches import Function, Patches, when_imported
 if TYPE_CHECKING:
     from torch import Tensor
 
-ASKED = "KEEPBUSY_CANDIDATE"
+CANDIDATE = "KEEPBUSY_CANDIDATE"
 """Names a file for the child: which sources to take for which files, and where to leave what was computed."""
 Peek: TypeAlias = "Callable[[Callable[[Tensor], Any], Tensor], Any]"
 """Calls a function with a tensor as the host sees it, in no time of the program's."""
 
 
 def begin(peek: Peek, rank: Callable[[], int]) -> None:
-    """In the child, before the program. What it draws at random it draws as the other runs do.
+    """Called in the child before the program, which then draws the same random numbers as in the other runs.
 
-    The same in processes that the program spawns: each says at its end which rank it was.
+    It is called in processes that the program spawns, too: each says at its end which rank it was.
     """
-    asked = json.loads(Path(os.environ[ASKED]).read_text(encoding="utf-8"))
-    StandIns(asked["sources"], asked["origins"]).begin()
+    candidate = json.loads(Path(os.environ[CANDIDATE]).read_text(encoding="utf-8"))
+    StandIns(candidate["sources"], candidate["origins"]).begin()
     patches = Patches()
     random.seed(0)
     when_imported("numpy", lambda: sys.modules["numpy"].random.seed(0))
     witness = _Witness(peek)
     when_imported("torch", witness.begin)
-    if asked.get("capturable"):
+    if candidate.get("capturable"):
         when_imported("torch.optim", lambda: _choose_capturable(patches))
     when_imported("keepbusy.runtime.graph.graphed_step", lambda: _replay_uncompared(patches))
-    follow_graphs(Path(asked["witness"]), rank())
-    atexit.register(lambda: witness.leave(Path(asked["witness"]), rank()))
+    follow_graphs(Path(candidate["witness"]), rank())
+    atexit.register(lambda: witness.leave(Path(candidate["witness"]), rank()))
 
 
 def _choose_capturable(patches: Patches) -> None:
@@ -83,12 +83,12 @@ class RunResults:
 
     @classmethod
     def read(cls, folder: Path) -> RunResults:
-        """Of all ranks."""
-        whole = cls()
+        """Those of all ranks."""
+        results = cls()
         for path in sorted(folder.glob("rank*.json")):
             for name, values in json.loads(path.read_text(encoding="utf-8")).items():
-                getattr(whole, name).extend(values)
-        return whole
+                getattr(results, name).extend(values)
+        return results
 
     def same(self, other: RunResults, tolerance: float) -> str:
         """Why they are not the same; "" if they are."""
@@ -108,8 +108,8 @@ class RunResults:
     def _near(self, other: RunResults, tolerance: float) -> str:
         """Losses, and the weights at the end.
 
-        Where steps are replayed as a graph, nobody can tell to which of them the few losses belong that are seen
-        while it is captured, for each shape anew. Then the weights alone are compared.
+        Where steps are replayed as a graph, a loss is seen only while a shape is captured, and nobody can tell to
+        which steps these few losses belong. Then the weights alone are compared.
         """
         if len(self.last) != len(other.last):
             return "its optimizers hold more or fewer weights than the program's own"
@@ -124,8 +124,8 @@ class RunResults:
         losses = [] if len(other.losses) < len(self.losses) else self.losses
         pairs = {"losses": (losses, other.losses), "weights": (self.last, other.last)}
         return {
-            name: max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(*both, strict=False)), default=0.0)
-            for name, both in pairs.items()
+            name: max((abs(a - b) / max(abs(a), 1e-6) for a, b in zip(*pair, strict=False)), default=0.0)
+            for name, pair in pairs.items()
         }
 
 
@@ -133,7 +133,9 @@ def _first(some: list[int], others: list[int]) -> int:
     """Where they begin to differ, from 1 on; 0 if they do not."""
     pairs = enumerate(zip(some, others, strict=False), 1)
     least = min(len(some), len(others))
-    return next((at for at, (one, other) in pairs if one != other), 0 if len(some) == len(others) else least + 1)
+    return next(
+        (number for number, (value, other) in pairs if value != other), 0 if len(some) == len(others) else least + 1
+    )
 
 
 class _Witness:
@@ -155,8 +157,8 @@ class _Witness:
 
     def leave(self, folder: Path, rank: int) -> None:
         """A process that computed nothing only spawned those that did."""
-        for one in (one for optimizer in self._optimizers for one in _parameters(optimizer)):
-            self._computed.last.append(self._peek(_size, one))
+        for optimizer in self._optimizers:
+            self._computed.last.extend(self._peek(_size, parameter) for parameter in _parameters(optimizer))
         if any(vars(self._computed).values()):
             (folder / f"rank{rank}.json").write_text(json.dumps(vars(self._computed)), encoding="utf-8")
 
@@ -168,7 +170,7 @@ class _Witness:
         return backward
 
     def _calling(self, plain: Function) -> Function:
-        """Of the outermost module, where nothing is learnt."""
+        """Writes down what the outermost module returns where nothing is learnt."""
         import torch
 
         from keepbusy.torch_names.pytorch import tree_leaves
@@ -180,16 +182,16 @@ class _Witness:
                 return plain(self, *args, **kwargs)
             witness._inside = True
             try:
-                made = plain(self, *args, **kwargs)
+                outputs = plain(self, *args, **kwargs)
             finally:
                 witness._inside = False
-            witness._computed.outputs.append(witness._number_of(tree_leaves(made)))
-            return made
+            witness._computed.outputs.append(witness._number_of(tree_leaves(outputs)))
+            return outputs
 
         return call
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
-        if not any(one is optimizer for one in self._optimizers):
+        if not any(stepped is optimizer for stepped in self._optimizers):
             self._optimizers.append(optimizer)
         self._computed.weights.append(self._number_of(_parameters(optimizer)))
 
@@ -197,12 +199,12 @@ class _Witness:
         """Differs if any bit does, or if two change places."""
         import torch
 
-        dense = (one for one in tensors if isinstance(one, torch.Tensor) and one.layout is torch.strided)
-        return reduce(lambda number, one: int(self._peek(lambda seen: crc32(_bits(seen), number), one)), dense, 0)
+        dense = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided)
+        return reduce(lambda number, tensor: int(self._peek(lambda seen: crc32(_bits(seen), number), tensor)), dense, 0)
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:
-    return (one for group in optimizer.param_groups for one in group["params"])
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _size(seen: Tensor) -> float:

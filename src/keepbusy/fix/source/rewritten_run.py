@@ -22,21 +22,21 @@ FILE = "KEEPBUSY_REWRITING"
 
 
 def compile_alike(path: Path) -> None:
-    """In a process that tells of the program: what it makes of a source is what the program makes of it."""
-    made = json.loads(path.read_text(encoding="utf-8"))
-    COMPILE.append(StandIns(made["sources"], made["origins"]).compiled)
+    """In a process that reports on the program: it compiles sources as the program does."""
+    rewriting = json.loads(path.read_text(encoding="utf-8"))
+    COMPILE.append(StandIns(rewriting["sources"], rewriting["origins"]).compiled)
 
 
 def begin(path: Path, rank: int) -> None:
-    """In a process of the program, before it. Its graphs say how they were used when it ends, and warn of nothing: what
-    the program's user sees on its streams is the program's."""
-    made = json.loads(path.read_text(encoding="utf-8"))
-    StandIns(made["sources"], made["origins"]).begin()
+    """Called in a process of the program, before it runs. Its graphs say how they were used when it ends. They warn of
+    nothing: only the program writes to its streams."""
+    rewriting = json.loads(path.read_text(encoding="utf-8"))
+    StandIns(rewriting["sources"], rewriting["origins"]).begin()
     follow_graphs(path.parent, rank)
 
 
 def follow_graphs(folder: Path, rank: int) -> None:
-    """Its graphs say in this folder, when it ends, how they were used, and warn of nothing."""
+    """When the process ends, its graphs write into this folder how they were used. They warn of nothing."""
     graphs: list[Graphed[..., Any]] = []
     when_imported("keepbusy.runtime.graph.graphed_step", lambda: _follow(graphs))
 
@@ -55,10 +55,10 @@ def _follow(graphs: list[Graphed[..., Any]]) -> None:
 
     def making(plain: Function) -> Function:
         def graph(step: Function) -> Graphed[..., Any]:
-            made: Graphed[..., Any] = plain(step)
-            made.name = step.__qualname__
-            graphs.append(made)
-            return made
+            graphed: Graphed[..., Any] = plain(step)
+            graphed.name = step.__qualname__
+            graphs.append(graphed)
+            return graphed
 
         return graph
 
@@ -67,7 +67,7 @@ def _follow(graphs: list[Graphed[..., Any]]) -> None:
 
 def graphs_of(folder: Path) -> list[str]:
     """What each process that used graphs has left about them."""
-    return [one.read_text(encoding="utf-8") for one in sorted(folder.glob("graphs*.txt"))]
+    return [path.read_text(encoding="utf-8") for path in sorted(folder.glob("graphs*.txt"))]
 
 
 def refusal_of(reports: Sequence[str], known: Sequence[str]) -> str:

@@ -23,9 +23,9 @@ _numbers = count(1)
 def graph(step: Callable[P, R]) -> graphed_step.Graphed[P, R]:
     """The step, captured as a CUDA graph and replayed: one launch in place of many. Where it cannot be captured whole,
     parts of it are. Without CUDA, the step itself."""
-    made = graphed_step.graph(step)
-    made.divide = divided
-    return made
+    graphed = graphed_step.graph(step)
+    graphed.divide = divided
+    return graphed
 
 
 def divided(step: Callable[..., Any], lines: LaunchedLines) -> graphed_step.DividedStep | None:
@@ -49,10 +49,10 @@ def divided(step: Callable[..., Any], lines: LaunchedLines) -> graphed_step.Divi
         return None
     graphed = []
     for number, part in enumerate(parts, 1):
-        made = graphed_step.graph(FunctionType(part, function.__globals__))
-        made.name = f"part {number} of {function.__qualname__}"
-        function.__globals__[part.co_name] = made
-        graphed.append(made)
+        graphed_part = graphed_step.graph(FunctionType(part, function.__globals__))
+        graphed_part.name = f"part {number} of {function.__qualname__}"
+        function.__globals__[part.co_name] = graphed_part
+        graphed.append(graphed_part)
     closure = tuple(cells[name] for name in new.co_freevars)
     run: Any = FunctionType(new, function.__globals__, function.__name__, function.__defaults__, closure)
     run.__kwdefaults__ = function.__kwdefaults__
@@ -68,7 +68,7 @@ def _is_of(source: str, code: CodeType) -> bool:
 
 
 def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeType, list[CodeType]] | None:
-    """The function's code, and of its parts. What rewrites a source is loaded when a step needs it."""
+    """The new code of the function, and that of its parts. What rewrites a source is imported when a step needs it."""
     from keepbusy.fix.source.in_memory import give_lines
     from keepbusy.fixes.definition import CapturedLines
     from keepbusy.fixes.source.graphs import origins_of
@@ -81,8 +81,8 @@ def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeT
     if new is None:
         return None
     tree = ast.parse(new)
-    known = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    lifted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name not in known]
+    own_names = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    lifted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name not in own_names]
     names = {node.name: f"{node.name} of {code.co_qualname} {next(_numbers)}" for node in lifted}
     for node in lifted:  # no name that the program could have
         node.name = names[node.name]
@@ -91,21 +91,21 @@ def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeT
             called.id = names[called.id]
     give_lines(tree, new, source.encode(), origins_of(new, source))
     module = compile(tree, code.co_filename, "exec", dont_inherit=True)
-    inner = [one for one in _all_codes(module) if one.co_name in names.values()]
-    found = _code_named(module, code)
-    return None if found is None else (found, inner)
+    parts = [part for part in _all_codes(module) if part.co_name in names.values()]
+    new_code = _code_named(module, code)
+    return None if new_code is None else (new_code, parts)
 
 
 def _all_codes(code: CodeType) -> Iterator[CodeType]:
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield one
-            yield from _all_codes(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _all_codes(constant)
 
 
 def _code_named(module: CodeType, code: CodeType) -> CodeType | None:
-    """That of the same function."""
-    found = [one for one in _all_codes(module) if one.co_qualname == code.co_qualname]
-    if len(found) > 1:
-        found = [one for one in found if one.co_firstlineno == code.co_firstlineno]
-    return found[0] if len(found) == 1 else None
+    """The code of the same function in this module; None if it is not certain which one that is."""
+    candidates = [candidate for candidate in _all_codes(module) if candidate.co_qualname == code.co_qualname]
+    if len(candidates) > 1:
+        candidates = [candidate for candidate in candidates if candidate.co_firstlineno == code.co_firstlineno]
+    return candidates[0] if len(candidates) == 1 else None

@@ -1,8 +1,10 @@
-"""Changes of a source at given lines, and what they share."""
+"""Changes of a source at given lines, what they share, and where its lines stand afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from difflib import SequenceMatcher
+from io import StringIO
 from typing import Any
 
 import libcst as cst
@@ -46,15 +48,15 @@ def text_of(node: cst.CSTNode) -> str:
 
 
 def keyword_of(call: cst.Call, name: str) -> cst.Arg | None:
-    return next((one for one in call.args if one.keyword is not None and one.keyword.value == name), None)
+    return next((arg for arg in call.args if arg.keyword is not None and arg.keyword.value == name), None)
 
 
 def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call:
-    """One more argument, written as the others are."""
+    """The call with one more argument, written as the others are."""
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    made = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+    argument = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
     if not call.args:
-        return call.with_changes(args=[made])
+        return call.with_changes(args=[argument])
     last = call.args[-1]
     if isinstance(last.comma, cst.Comma) and isinstance(last.comma.whitespace_after, cst.ParenthesizedWhitespace):
         ending = last.comma.whitespace_after  # one argument a line, and a comma after the last; a comment stays with it
@@ -64,7 +66,35 @@ def with_keyword(call: cst.Call, name: str, value: str) -> cst.Call:
         last = last.with_changes(comma=cst.Comma(whitespace_after=ending.with_changes(last_line=indent)))
         bare = ending.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=[])
         return call.with_changes(
-            args=[*call.args[:-1], last, made.with_changes(comma=cst.Comma(whitespace_after=bare))]
+            args=[*call.args[:-1], last, argument.with_changes(comma=cst.Comma(whitespace_after=bare))]
         )
     comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    return call.with_changes(args=[*call.args[:-1], last.with_changes(comma=comma), made])
+    return call.with_changes(args=[*call.args[:-1], last.with_changes(comma=comma), argument])
+
+
+# Where the lines of a source stand in a changed one
+
+
+def lines_of(source: str) -> list[str]:
+    """As Python numbers them, each with its end: `splitlines` would end one at a form feed, too."""
+    return StringIO(source).readlines()
+
+
+def moved_lines(source: str, changed: str) -> dict[int, int]:
+    """Where each line stands once other fixes have moved it; those that were changed themselves are no longer there."""
+    same = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_matching_blocks()
+    return {block.a + offset: block.b + offset for block in same for offset in range(1, block.size + 1)}
+
+
+def replaced_lines(source: str, changed: str) -> dict[int, int]:
+    """Where the lines stand that were changed themselves, each into one."""
+    steps = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_opcodes()
+    spans = [span for kind, *span in steps if kind == "replace" and span[1] - span[0] == span[3] - span[2]]
+    return {begin + offset: to + offset for begin, end, to, _ in spans for offset in range(1, end - begin + 1)}
+
+
+def changed_lines(source: str, changed: str) -> list[int]:
+    """The lines of the source that a changed one lacks; where it only has more, the lines that these stand before."""
+    steps = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_opcodes()
+    removed = [row + 1 for kind, *span, _, _ in steps if kind in ("replace", "delete") for row in range(*span)]
+    return removed or [begin + 1 for kind, begin, *_ in steps if kind == "insert"]

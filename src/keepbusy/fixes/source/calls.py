@@ -45,8 +45,8 @@ class _Fused(AtLines):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802, ARG002
         called = dotted(updated_node.func)
-        chosen = any(keyword_of(updated_node, one) is not None for one in ("fused", "foreach", "differentiable"))
-        chosen = chosen or any(one.star == "**" for one in updated_node.args)
+        chosen = any(keyword_of(updated_node, option) is not None for option in ("fused", "foreach", "differentiable"))
+        chosen = chosen or any(argument.star == "**" for argument in updated_node.args)
         if called.rpartition(".")[2] not in _FUSED or "optim" not in called or chosen or not updated_node.args:
             return updated_node
         return with_keyword(updated_node, "fused", "True")
@@ -90,7 +90,9 @@ class _MadeThere(AtLines):
             return None
         name = dotted(value.func)
         if name in self._makers:
-            chosen = any(keyword_of(value, one) is not None for one in ("device", "pin_memory", "out", "generator"))
+            chosen = any(
+                keyword_of(value, option) is not None for option in ("device", "pin_memory", "out", "generator")
+            )
             return None if chosen else with_keyword(value, "device", device)
         if name.rpartition(".")[0] == "torch" and name[6:] in _SAME_SHAPED and value.args:
             inner = self._made_on(value.args[0].value, device)

@@ -120,10 +120,10 @@ def with_captured(wrapper: MetadataWrapper, lines: CapturedLines, loops: Collect
     regions = function.regions() if function is not None else []
     if function is None or not regions:
         return None
-    taken = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    taken |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    used_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used_names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     base = f"{LIFTED}{getattr(function.node, 'name', 'step').strip('_')}"
-    free = (name for name in chain([base], (f"{base}_{number}" for number in count(2))) if name not in taken)
+    free = (name for name in chain([base], (f"{base}_{number}" for number in count(2))) if name not in used_names)
     for region in sorted(regions, key=lambda region: region.captured[0].first):
         region.name = next(free)
     statements = [statement for region in regions for statement in region.captured]
@@ -140,8 +140,8 @@ def refused_lines(source: str, lines: CapturedLines) -> set[int]:
     if function is None:
         return set()
     nodes = [node for node in own_nodes(function.node) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
-    refused = [one for one in (Statement([node]) for node in nodes) if function.is_refused(one)]
-    return {line for line, _ in lines.launching if any(one.has([line]) for one in refused)}
+    refused = [statement for statement in (Statement([node]) for node in nodes) if function.is_refused(statement)]
+    return {line for line, _ in lines.launching if any(statement.has([line]) for statement in refused)}
 
 
 def _function_at(tree: ast.Module, lines: CapturedLines, loops: Collection[int]) -> _Function | None:
@@ -310,7 +310,8 @@ class _Function:
                 growing = _GrowingRegion(self, statements, kinds, place)
                 region, place = growing.region, growing.end
                 rest, is_worth_it = statements[place:], self.launches_in(region) >= FEWEST_LAUNCHES
-                later = (*region.after, *rest, *(one for outer in reversed(path) for one in outer.following))
+                further_out = [statement for outer in reversed(path) for statement in outer.following]
+                later = (*region.after, *rest, *further_out)
                 if (
                     is_worth_it
                     and self._bind(region, statements, rest, path)
@@ -326,7 +327,8 @@ class _Function:
 
     def _with_gradient(self, region: LiftedLines) -> set[str]:
         """What it makes that a backward pass may go through: not what is made under `torch.no_grad()`."""
-        others = [node for one in region.captured for node in one.nodes if not _stands_in(self._gradless, node.lineno)]
+        nodes = [node for statement in region.captured for node in statement.nodes]
+        others = [node for node in nodes if not _stands_in(self._gradless, node.lineno)]
         return {*region.made} & {*Uses(others).stores}
 
     def _kind_of(self, statement: Statement) -> _CaptureKind:
@@ -392,8 +394,8 @@ class _Function:
         if any(isinstance(part, ast.Name) and part.id in bases and id(part) not in within for part in parts):
             return True
         called = {id(part.func) for part in parts if isinstance(part, ast.Call)}
-        asked = {part.attr for part in looked_into if id(part) in called and base_name(part) in bases}
-        return not asked <= self.file.stored_attributes
+        called_attributes = {part.attr for part in looked_into if id(part) in called and base_name(part) in bases}
+        return not called_attributes <= self.file.stored_attributes
 
     def is_independent(self, first: Statement, second: Statement, results_of: Iterable[Statement] = ()) -> bool:
         """Whether the two may change places: neither stores what the other uses, and no object is used by both that
@@ -420,17 +422,17 @@ class _Function:
 
     def _objects(self, statement: Statement) -> set[str]:
         """Names that it uses, but for modules, and what only its shape is asked of."""
-        names, asked = list[ast.Name](), set[int]()
+        names, only_measured = list[ast.Name](), set[int]()
         for node in self._with_called(statement):
             for part in ast.walk(node):
                 match part:
                     case ast.Name():
                         names.append(part)
                     case ast.Attribute(value=value, attr="shape" | "size"):
-                        asked.add(id(value))
+                        only_measured.add(id(value))
                     case ast.Call(func=ast.Name(id="len"), args=[value, *_]):
-                        asked.add(id(value))
-        return {name.id for name in names if id(name) not in asked} - self.file.imported - {*dir(builtins)}
+                        only_measured.add(id(value))
+        return {name.id for name in names if id(name) not in only_measured} - self.file.imported - {*dir(builtins)}
 
     def only_does(self, statement: Statement, harmless: Set[str]) -> bool:
         """Whether it calls nothing that might have an effect on what its names do not tell of."""
@@ -439,7 +441,7 @@ class _Function:
         if called == {"step"} and len(statement.nodes) == 1 and isinstance(statement.nodes[0], ast.Expr):
             return harmless >= _COLLECTING  # of a schedule or a profiler: what stands before it stays before it
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-        return called - {one.name for one in functions} <= harmless and all(map(_only_returns, functions))
+        return called - {function.name for function in functions} <= harmless and all(map(_only_returns, functions))
 
     def may_follow(self, statement: Statement, passed: Statement, captured: Sequence[Statement]) -> bool:
         """Whether it may come after a statement that it stood before, as far as what it reads has other names."""
@@ -461,37 +463,52 @@ class _Function:
     def _bind(
         self, region: LiftedLines, block: list[Statement], rest: list[Statement], path: Sequence[_Enclosing]
     ) -> bool:
-        """What the region is given and what is read of it later. False where its names do not allow it."""
+        """Fills in what the region is given and what is read of it later. False where its names do not allow it."""
         flow = Flow(node for statement in region.captured for node in statement.nodes)
-        inside = {id(part) for statement in region.captured for part in statement.parts}
-        outside = [part for part in self._own if id(part) not in inside]
         if self._is_seen_elsewhere(flow.stored, path):
             return False
-        live = self._live([*region.after, *rest], path) | {name for name in flow.stored if "." in name}
-        made = [name for name in flow.stored if name in live]
-        if {*made} & {name for part in outside for name in _shown_whole(part)}:
-            return False  # `print(loss)` shows how it was made, which no replay tells
-        local = self._local_around(path, inside) | flow.stored.keys()
-        given = [name for name in flow.needed if name in local]
-        lacking = [name for name in made if name not in flow.defined and name not in given]
-        before = [one for one in block if one not in (*region.captured, *region.after, *rest)]
-        known = self._with_values(before, path) | {name for name in (*flow.needed, *flow.stored) if "." in name}
-        known |= {name for one in region.captured for node in one.nodes for name in surely_read(node)}
-        if not known.issuperset([*lacking, *(name for name in given if name in self._local)]):
+        inside = {id(part) for statement in region.captured for part in statement.parts}
+        live = self._live([*region.after, *rest], path)
+        results = [name for name in flow.stored if name in live or "." in name]
+        if self._is_shown_whole(results, inside):
             return False
-        first = region.captured[0].first
-        if any(_goes_back({name}, region.captured) for name in given if self._may_ask_gradient(name, first)):
-            return False  # that backward pass began outside, where a replay has no part in it
-        order = [*self._local, *given, *lacking]
-        region.given, region.made = sorted({*given, *lacking}, key=order.index), made
-        region.values = {name for name in made if self._is_asked_values(name, region, inside)}
+        local = self._local_around(path, inside) | flow.stored.keys()
+        needed = [name for name in flow.needed if name in local]
+        at_times = [name for name in results if name not in flow.defined and name not in needed]
+        before = [statement for statement in block if statement not in (*region.captured, *region.after, *rest)]
+        if self._may_lack_value([*at_times, *self._local.keys() & needed], region, before, path):
+            return False
+        if self._goes_back_further(needed, region):
+            return False
+        order = [*self._local, *needed, *at_times]
+        region.given, region.made = sorted({*needed, *at_times}, key=order.index), results
+        region.values = {name for name in results if self._is_asked_values(name, region, inside)}
         return True
+
+    def _is_shown_whole(self, results: Collection[str], inside: Set[int]) -> bool:
+        """Whether `print(loss)` stands outside: it shows how a tensor was made, which no replay tells."""
+        outside = (part for part in self._own if id(part) not in inside)
+        return any(name in results for part in outside for name in _shown_whole(part))
+
+    def _may_lack_value(
+        self, names: Iterable[str], region: LiftedLines, before: Sequence[Statement], path: Sequence[_Enclosing]
+    ) -> bool:
+        """Whether one of these names may have no value when the region is called; attributes have one. `before`: what
+        stands before it in its block."""
+        read = {name for statement in region.captured for node in statement.nodes for name in surely_read(node)}
+        return any("." not in name for name in {*names} - read - self._with_values(before, path))
+
+    def _goes_back_further(self, needed: Iterable[str], region: LiftedLines) -> bool:
+        """Whether a backward pass in the region may go through what was computed outside, where a replay has no part in
+        it."""
+        first = region.captured[0].first
+        return any(_goes_back({name}, region.captured) for name in needed if self._may_ask_gradient(name, first))
 
     def _is_seen_elsewhere(self, stored: Iterable[str], path: Sequence[_Enclosing]) -> bool:
         """Whether others look at names that the region stores, and would find them as they were: functions that it
         calls, and what handles an error in the middle of it."""
         tries = [outer.statement for outer in path if isinstance(outer.statement, ast.Try)]
-        seen = self._shared | {*Uses(handler for one in tries for handler in one.handlers).loads}
+        seen = self._shared | {*Uses(handler for statement in tries for handler in statement.handlers).loads}
         if isinstance(self.node, ast.Module):
             functions = [part for part in ast.walk(self.node) if isinstance(part, ast.FunctionDef | ast.Lambda)]
             seen |= {name for function in functions for name in free_names(function)}
@@ -509,7 +526,8 @@ class _Function:
         """Names that have a value when the region is called, in any case. `before`: of its block."""
         known = {*parameters_of(self.node)} if isinstance(self.node, ast.FunctionDef) else set[str]()
         blocks = [[*before], *[statements_of(outer.block)[: outer.place] for outer in path]]
-        known.update(*[Flow(node for statement in one for node in statement.nodes).defined for one in blocks])
+        for statements in blocks:
+            known |= Flow(node for statement in statements for node in statement.nodes).defined
         for outer in path:
             match outer.statement:
                 case ast.For(target=target):
@@ -536,7 +554,7 @@ class _Function:
             unknown = makers - self.file.imported - {*dir(builtins)} - {""}
             if any(name not in self.file.functions or self.file.may_call_model(name) for name in unknown):
                 return True
-        return any(self._may_ask_gradient(one, last.lineno) for one in _names_with_gradients([last.value]))
+        return any(self._may_ask_gradient(operand, last.lineno) for operand in _names_with_gradients([last.value]))
 
     def _live(self, rest: Sequence[Statement], path: Sequence[_Enclosing]) -> set[str]:
         """Names that are read after the region before they are stored again: further on, in the next iteration, or in
@@ -561,14 +579,14 @@ class _Function:
                 return False  # what launches nothing may be about arrays of the host
         parts = [part for part in ast.walk(self.node) if id(part) not in inside]
         looked_into = {id(part.value): part for part in parts if isinstance(part, ast.Attribute)}
-        asked = set[str]()
+        attributes = set[str]()
         for part in parts:
             if isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Load):
-                look = looked_into.get(id(part))
-                if look is not None and look.attr == "data":
-                    look = looked_into.get(id(look), look)  # what follows it
-                asked.add("" if look is None else look.attr)
-        return asked <= _WITHOUT_GRADIENT and bool(asked & {"item", "detach", "tolist"})
+                attribute = looked_into.get(id(part))
+                if attribute is not None and attribute.attr == "data":
+                    attribute = looked_into.get(id(attribute), attribute)  # what follows it
+                attributes.add("" if attribute is None else attribute.attr)
+        return attributes <= _WITHOUT_GRADIENT and bool(attributes & {"item", "detach", "tolist"})
 
 
 class _GrowingRegion:
@@ -622,16 +640,16 @@ class _GrowingRegion:
         return True
 
     def _capture(self, statement: Statement, place: int) -> bool:
-        passed, taken = [*self.region.captured, *self._waiting], [*self._waiting, statement]
+        passed, added = [*self.region.captured, *self._waiting], [*self._waiting, statement]
         for late in self._after:
-            for earlier in taken:
+            for earlier in added:
                 if not self._function.is_independent(late, earlier, passed):
                     return False
                 if not self._function.may_follow(late, earlier, self.region.captured):
                     return False
         if self._function.shows([*passed, statement]):
             return False
-        self.region.captured += taken
+        self.region.captured += added
         self.region.before, self.region.after, self._waiting = [*self._before], [*self._after], []
         self.end = place + 1
         return True
@@ -706,9 +724,9 @@ def _computes_numbers(statement: Statement) -> bool:
 
 def _is_arithmetic(statement: Statement) -> bool:
     """Whether it looks into no object."""
-    looks = (ast.Attribute, ast.Subscript, ast.Starred)
+    lookups = (ast.Attribute, ast.Subscript, ast.Starred)
     numbers = {"min", "max", "abs", "round", "int", "float", "pow"}
-    return statement.called <= numbers and not any(isinstance(part, looks) for part in statement.parts)
+    return statement.called <= numbers and not any(isinstance(part, lookups) for part in statement.parts)
 
 
 def _read_names(statement: Statement) -> set[str]:

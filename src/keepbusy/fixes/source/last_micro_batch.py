@@ -26,16 +26,16 @@ class _LastTravels(AtLines):
 
     def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
         wraps = m.findall(node, m.Assign(targets=[m.AssignTarget(target=m.Name())], value=_WRAPS))
-        self._models = {dotted(cst.ensure_type(one, cst.Assign).targets[0].target) for one in wraps}
-        loops = [one for one in ast.walk(ast.parse(node.code)) if isinstance(one, ast.For)]
-        self._last_ones = {one.lineno: ast.unparse(last) for one in loops if (last := _last_one(one))}
+        self._models = {dotted(cst.ensure_type(assignment, cst.Assign).targets[0].target) for assignment in wraps}
+        loops = [loop for loop in ast.walk(ast.parse(node.code)) if isinstance(loop, ast.For)]
+        self._last_ones = {loop.lineno: ast.unparse(last) for loop in loops if (last := _last_one(loop))}
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:  # noqa: N802
         trains = bool(m.findall(original_node, _BACKWARD)) and not m.findall(original_node, _SYNC_SETTINGS)
         if not self._models or not self.stands(original_node) or not trains:
             return updated_node
         models = sorted(
-            {dotted(cst.ensure_type(one, cst.Call).func) for one in m.findall(original_node, m.Call())} & self._models
+            {dotted(cst.ensure_type(call, cst.Call).func) for call in m.findall(original_node, m.Call())} & self._models
         )
         last = self._last_ones.get(self.line(original_node), "")
         if len(models) != 1 or not last or not isinstance(updated_node.body, cst.IndentedBlock):
@@ -47,9 +47,13 @@ class _LastTravels(AtLines):
 
 def _last_one(loop: ast.For) -> ast.expr | None:
     """A condition that is true when an optimizer steps after this iteration; None if the loop does not tell."""
-    for one in loop.body:
-        if isinstance(one, ast.If) and not one.orelse and _calls(one.body, "step"):
-            return None if _names(one.test, ast.Load) & _names(ast.Module(loop.body, []), ast.Store) else one.test
+    for statement in loop.body:
+        if isinstance(statement, ast.If) and not statement.orelse and _calls(statement.body, "step"):
+            return (
+                None
+                if _names(statement.test, ast.Load) & _names(ast.Module(loop.body, []), ast.Store)
+                else statement.test
+            )
     if _calls(loop.body, "step"):
         return None
     text = ""
@@ -64,8 +68,8 @@ def _last_one(loop: ast.For) -> ast.expr | None:
 
 
 def _calls(body: Sequence[ast.AST], name: str) -> list[ast.Call]:
-    nodes = [node for one in body for node in ast.walk(one)]
-    return [one for one in nodes if isinstance(one, ast.Call) and _called(one) == name]
+    nodes = [node for statement in body for node in ast.walk(statement)]
+    return [call for call in nodes if isinstance(call, ast.Call) and _called(call) == name]
 
 
 def _called(call: ast.Call) -> str:
@@ -73,7 +77,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, context)}
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, context)}
 
 
 write_last_travels = visiting(_LastTravels)

@@ -43,6 +43,12 @@ class _LateRead(NamedTuple):
     """What the name is to be afterwards: `float`, or `int` of what is only counted."""
     into_list: bool = False
 
+    @property
+    def read_after(self) -> str:
+        """The statement that reads it after the loop."""
+        value = f"[{self.number}(one) for one in {self.name}]" if self.into_list else f"{self.number}({self.name})"
+        return f"{self.name} = {value}"
+
 
 class _Scope:
     """The code of one function, or of the script itself."""
@@ -77,6 +83,10 @@ class _Scope:
         while not isinstance(node := self._parents[id(node)], _LOOPS):
             pass
         return node
+
+    def lines_reading(self, name: str) -> list[int]:
+        loads = [node for node in self.own if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+        return [node.lineno for node in loads if node.id == name]
 
     def _shared_names(self) -> set[str]:
         """What code outside of this scope's own can see."""
@@ -126,15 +136,15 @@ class _Scope:
         """In front of its loop, where another loop comes to again, or as `f"{name=}"`."""
         for statement in statements:
             first = self.loop_around(statement).lineno
-            asked = [node for node in ast.walk(self._outermost_loop(statement)) if isinstance(node, ast.Name)]
-            if any(node.id == name and isinstance(node.ctx, ast.Load) and node.lineno < first for node in asked):
+            names = [node for node in ast.walk(self._outermost_loop(statement)) if isinstance(node, ast.Name)]
+            if any(node.id == name and isinstance(node.ctx, ast.Load) and node.lineno < first for node in names):
                 return True
         texts = [part for node in self.own if isinstance(node, ast.JoinedStr) for part in node.values]
         return any(isinstance(part, ast.Constant) and str(part.value).endswith(f"{name}=") for part in texts)
 
     def _is_private_list(self, name: str, filled: int) -> bool:
         """Made here, of numbers at most, and handed to nobody before the loops that fill it have ended."""
-        made = False
+        is_created = False
         for node in self.own:
             if not isinstance(node, ast.Name) or node.id != name:
                 continue
@@ -142,10 +152,10 @@ class _Scope:
                 if node.lineno <= filled and not self._only_looks(node):
                     return False
             elif _is_list_of_numbers(self._assigned(node)):
-                made = True
+                is_created = True
             else:
                 return False
-        return made
+        return is_created
 
     def _outermost_loop(self, node: ast.AST) -> ast.stmt:
         found: ast.stmt | None = None
@@ -218,7 +228,7 @@ def _late_read(statement: ast.stmt) -> _LateRead | None:
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """It, and all but what stands in inner functions; comprehensions run at once and count as its own."""
+    """The scope and all in it, but not what stands in inner functions; comprehensions run at once and belong to it."""
     yield scope
     for child in ast.iter_child_nodes(scope):
         if not isinstance(child, _SCOPES):
@@ -226,7 +236,7 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _used_in(scope: ast.AST) -> set[str]:
-    """But for its own parameters and names; what is given by default is worked out where it stands."""
+    """Names that it uses of the code around it. What its parameters are by default is computed there, too."""
     names = [node for node in ast.walk(scope) if isinstance(node, ast.Name)]
     used = {node.id for node in names}
     if isinstance(scope, ast.ClassDef):
@@ -235,10 +245,10 @@ def _used_in(scope: ast.AST) -> set[str]:
         used -= {
             node.id for node in _own_nodes(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }
-    given: ast.arguments = scope.args  # type: ignore[attr-defined]
-    outside = [given, *getattr(scope, "decorator_list", ())]
-    used -= {node.arg for node in ast.walk(given) if isinstance(node, ast.arg)}
-    return used | {node.id for one in outside for node in ast.walk(one) if isinstance(node, ast.Name)}
+    arguments: ast.arguments = scope.args  # type: ignore[attr-defined]
+    outside = [arguments, *getattr(scope, "decorator_list", ())]
+    used -= {node.arg for node in ast.walk(arguments) if isinstance(node, ast.arg)}
+    return used | {node.id for part in outside for node in ast.walk(part) if isinstance(node, ast.Name)}
 
 
 def _statements_in_loops(scope: ast.AST, inside: bool = False) -> Iterator[ast.stmt]:
@@ -349,36 +359,40 @@ class _LateLoop:
 
 def _late_loops(source: str, lines: frozenset[int]) -> dict[int, _LateLoop]:
     """By the lines at which loops begin. A list is put off only where its loop does nothing else with it."""
-    tree, text = ast.parse(source), source.splitlines()
-    nodes = [*ast.walk(tree)]
+    nodes = [*ast.walk(ast.parse(source))]
     declared = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    alone = _lone_statements(nodes, source)
+    loops: dict[int, _LateLoop] = {}
+    for scope in (_Scope(node, declared) for node in nodes if isinstance(node, ast.Module | ast.FunctionDef)):
+        late_reads = [late for late in scope.late_reads() if late.statement.lineno in lines and late.statement in alone]
+        with_loops = [(late, scope.loop_around(late.statement)) for late in late_reads]
+        count = Counter((late.name, loop) for late, loop in with_loops)
+        for late, loop in with_loops:
+            first, last, read_at = loop.lineno, loop.end_lineno or 0, scope.lines_reading(late.name)
+            if late.into_list and sum(first <= line <= last for line in read_at) > count[late.name, loop]:
+                continue
+            late_loop = loops.setdefault(first, _LateLoop())
+            late_loop.reads[late.statement.lineno] = late_loop.names[late.name] = late
+            if any(line > last for line in read_at) and late.read_after not in late_loop.after:
+                late_loop.after.append(late.read_after)
+    return loops
+
+
+def _lone_statements(nodes: Sequence[ast.AST], source: str) -> set[ast.stmt]:
+    """Statements without a block that have their lines to themselves: no other statement, no `if ...:` before them."""
+    text = source.splitlines()
     simple = [
         node
         for node in nodes
         if isinstance(node, ast.stmt) and not isinstance(node, ast.Match) and not hasattr(node, "body")
     ]
-    shared = Counter(line for node in simple for line in {node.lineno, node.end_lineno})
-    loops: dict[int, _LateLoop] = {}
-    for scope in (_Scope(node, declared) for node in nodes if isinstance(node, ast.Module | ast.FunctionDef)):
-        late_reads = []
-        for late in scope.late_reads():
-            statement = late.statement
-            is_first = not text[statement.lineno - 1].encode()[: statement.col_offset].strip()  # not behind a colon
-            if statement.lineno in lines and is_first and shared[statement.lineno] == shared[statement.end_lineno] == 1:
-                late_reads.append((late, scope.loop_around(statement)))
-        for late, loop in late_reads:
-            name, last = late.name, loop.end_lineno or 0
-            loads = [node for node in scope.own if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-            read = [node.lineno for node in loads if node.id == name]
-            appends = sum(other.name == name and around is loop for other, around in late_reads)
-            if late.into_list and sum(loop.lineno <= line <= last for line in read) > appends:
-                continue
-            found = loops.setdefault(loop.lineno, _LateLoop())
-            found.reads[late.statement.lineno] = found.names[name] = late
-            value = f"[{late.number}(one) for one in {name}]" if late.into_list else f"{late.number}({name})"
-            if any(line > last for line in read) and f"{name} = {value}" not in found.after:
-                found.after.append(f"{name} = {value}")
-    return loops
+    count = Counter(line for node in simple for line in {node.lineno, node.end_lineno})
+    return {
+        node
+        for node in simple
+        if count[node.lineno] == count[node.end_lineno] == 1
+        and not text[node.lineno - 1].encode()[: node.col_offset].strip()
+    }
 
 
 class _LateReads(cst.CSTTransformer):
@@ -411,7 +425,7 @@ class _LateReads(cst.CSTTransformer):
         return int(self.get_metadata(PositionProvider, node).start.line)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:  # noqa: N802
-        """Who looks at it meanwhile waits."""
+        """What reads the name within the loop waits for its value."""
         name = original_node.value
         late = next((loop.names[name] for loop in self._open if name in loop.names), None)
         reads = self.get_metadata(ExpressionContextProvider, original_node, None) is ExpressionContext.LOAD

@@ -96,12 +96,12 @@ class _PlainNames(cst.CSTTransformer):
     def __init__(self, region: LiftedLines) -> None:
         super().__init__()
         parts = [part for statement in region.captured for part in statement.parts]
-        taken = {part.id for part in parts if isinstance(part, ast.Name)} | {*region.given}
+        used_names = {part.id for part in parts if isinstance(part, ast.Name)} | {*region.given}
         self._names: dict[str, str] = {}
         for name in dict.fromkeys((*region.given, *region.made)):
             base, _, attribute = name.rpartition(".")
-            self._names[name] = f"{base}_{attribute}" if base and attribute in taken else attribute
-            taken.add(self._names[name])
+            self._names[name] = f"{base}_{attribute}" if base and attribute in used_names else attribute
+            used_names.add(self._names[name])
 
     def listed(self, names: Iterable[str], detached: Set[str] = frozenset()) -> str:
         return ", ".join(f"{self._names[name]}.detach()" if name in detached else self._names[name] for name in names)

@@ -32,13 +32,13 @@ class _Prefetch(AtLines):
 
 def _needs_host(loop: cst.For) -> bool:
     """Whether the loop does with its batches what only tensors of the host can: `labels.numpy()`, `np.sum(labels)`."""
-    names = {cst.ensure_type(one, cst.Name).value for one in m.findall(loop.target, m.Name())}
+    names = {cst.ensure_type(target, cst.Name).value for target in m.findall(loop.target, m.Name())}
     for node in m.findall(loop.body, m.Call()):
         call = cst.ensure_type(node, cst.Call)
-        asked = [argument.value for argument in call.args] if dotted(call.func).startswith(("np.", "numpy.")) else []
+        host_values = [arg.value for arg in call.args if dotted(call.func).startswith(("np.", "numpy."))]
         if isinstance(call.func, cst.Attribute) and call.func.attr.value in ("numpy", "pin_memory"):
-            asked.append(call.func.value)
-        if names & {_of_host(one) for one in asked}:
+            host_values.append(call.func.value)
+        if names & {_of_host(value) for value in host_values}:
             return True
     return False
 
@@ -79,12 +79,12 @@ class _Loaders(AtLines):
         self._arguments = arguments
 
     def visit_Module(self, node: cst.Module) -> None:  # noqa: N802
-        loops = [cst.ensure_type(one, cst.For) for one in m.findall(node, m.For()) if self.stands(one)]
-        self._iterated = {name for one in loops for name in _names_in(one.iter)}
+        loops = [cst.ensure_type(loop, cst.For) for loop in m.findall(node, m.For()) if self.stands(loop)]
+        self._iterated = {name for loop in loops for name in _names_in(loop.iter)}
         self._is_only_one = sum(map(_is_loader, m.findall(node, m.Call()))) == 1
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:  # noqa: N802
-        if not _is_loader(original_node) or any(one.star for one in original_node.args):
+        if not _is_loader(original_node) or any(arg.star for arg in original_node.args):
             return updated_node
         parent = self.get_metadata(ParentNodeProvider, original_node)
         name = ""
@@ -109,7 +109,7 @@ class _Loaders(AtLines):
 
 def _names_in(node: cst.BaseExpression) -> list[str]:
     if isinstance(node, cst.Call):
-        return [name for one in node.args for name in _names_in(one.value)]
+        return [name for argument in node.args for name in _names_in(argument.value)]
     return [dotted(node)] if dotted(node) else []
 
 

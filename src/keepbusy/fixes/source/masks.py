@@ -74,7 +74,7 @@ def constant_mask(source: str, line: int) -> ConstantMask | None:
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     around = [function for function in functions if _spans(function, line)]  # elsewhere the name is another's
     is_shared = any(base in node.names for node in nodes if isinstance(node, ast.Global | ast.Nonlocal))
-    is_given = any(part.arg == base for one in around for part in ast.walk(one.args) if isinstance(part, ast.arg))
+    is_given = any(part.arg == base for node in around for part in ast.walk(node.args) if isinstance(part, ast.arg))
     statements = [node for node in nodes if isinstance(node, ast.stmt) and _writes_to(node, text)]
     writes = [node for node in statements if _scope_of([tree, *functions], node) in (tree, *around)]
     if not writes or is_shared or is_given:
@@ -88,7 +88,7 @@ def constant_mask(source: str, line: int) -> ConstantMask | None:
     for node in writes:
         is_made_before &= _scope_of([tree, *functions], node) is home
         is_made_before &= not any(_spans(loop, node.lineno) for loop in loops)
-    comes_often = any(_spans(one, line) and not _spans(one, last.lineno) for one in (*around, *loops))
+    comes_often = any(_spans(block, line) and not _spans(block, last.lineno) for block in (*around, *loops))
     is_constant = is_made_before and comes_often and not _is_handed_on(nodes, text, last.lineno)
     return ConstantMask(text, last.lineno) if is_constant else None
 
@@ -113,10 +113,10 @@ def _mask_at(nodes: list[ast.AST], line: int) -> str:
 def _is_handed_on(nodes: list[ast.AST], text: str, after: int) -> bool:
     """Whether anything else gets the mask behind this line and might write to it: it only chooses, or is asked for a
     sum."""
-    asked = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
-    asked |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    harmless = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    harmless |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
     named = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node.lineno > after]
-    return any(ast.unparse(node) == text for node in named if id(node) not in asked)
+    return any(ast.unparse(node) == text for node in named if id(node) not in harmless)
 
 
 def _scope_of(scopes: list[ast.Module | ast.FunctionDef], statement: ast.stmt) -> ast.Module | ast.FunctionDef:
@@ -133,7 +133,7 @@ def _writes_to(statement: ast.stmt, text: str) -> bool:
     """Whether the statement itself, without the block in it, binds the mask or its object, or writes to either."""
     base, _, attribute = text.partition(".")
     head = [part for part in ast.iter_child_nodes(statement) if isinstance(part, ast.expr | ast.withitem)]
-    parts = [part for one in head for part in ast.walk(one)]
+    parts = [part for expression in head for part in ast.walk(expression)]
     return base in Uses(head).all_written() or any(
         isinstance(part, ast.Attribute) and part.attr == attribute and not isinstance(part.ctx, ast.Load)
         for part in parts
@@ -174,8 +174,8 @@ class _IndicesOnce(AtLines):
 def write_indices_once(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.Module | None:
     source = wrapper.module.code
     masks = {line: mask for line in lines if (mask := constant_mask(source, line)) is not None}
-    taken = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    used_names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
     known = {mask for mask in masks.values() if mask.once in source}  # another line has needed them before
-    masks = {line: mask for line, mask in masks.items() if mask in known or mask.indices not in taken}
+    masks = {line: mask for line, mask in masks.items() if mask in known or mask.indices not in used_names}
     new = dict.fromkeys(masks[line] for line in sorted(masks) if masks[line] not in known)
     return wrapper.visit(_IndicesOnce(lines, masks, new)) if masks else None

@@ -21,7 +21,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from difflib import SequenceMatcher
 from itertools import chain, count
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from keepbusy.fixes.definition import CapturedLines
+from keepbusy.fixes.source.at_lines import lines_of, moved_lines
 from keepbusy.fixes.source.name_flow import Uses
 
 _READS = {"item", "tolist", "cpu"}
@@ -59,56 +59,59 @@ def with_split_reads(wrapper: MetadataWrapper, lines: CapturedLines, loops: Coll
     """None if nothing can be split."""
     if not lines.staying:
         return None
-    own, launching = wrapper.module.code, dict(lines.launching)
+    own = wrapper.module.code
     tree = ast.parse(own)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    stored = [name for name in names if isinstance(name.ctx, ast.Store)]
-    computed = {name.id for name in stored} - {name.id for name in stored if name.lineno not in launching}
-    called = dict.fromkeys(lines.fed, _copying_functions(tree) if lines.fed else {})
-    split = _Split(frozenset(lines.staying), launching, computed, {name.id for name in names}, called)
+    split = _Split(lines, names, _copying_functions(tree) if lines.fed else {})
     module = wrapper.visit(split)
-    if not split.names and not split.arriving:
+    if not split.read and not split.copied:
         return None
-    old, new = own.splitlines(), module.code.splitlines()
-    same = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
-    moved = {block.a + place: block.b + place for block in same for place in range(1, block.size + 1)}
-    launching = {moved[line]: count for line, count in lines.launching if line in moved}
+    moved = moved_lines(own, module.code)
+    origins = {new: old for old, new in moved.items()}
+    launching = {moved[line]: launches for line, launches in lines.launching if line in moved}
     staying = {moved[line] for line in lines.staying if line in moved}
-    origins = {to: line for line, to in moved.items()}
-    for line, text in enumerate(new, 1):
-        for made_here in (split.names, split.arriving):
-            name = next((name for name in made_here if re.search(rf"\b{name}\b", text)), None)
-            # what computes a value launches, and what copies one stays; of who uses it the opposite is so
-            if name is not None and text.strip().startswith(f"{name} = ") == (made_here is split.arriving):
+    for line, text in enumerate(lines_of(module.code), 1):
+        for values, is_copied in ((split.read, False), (split.copied, True)):
+            name = next((name for name in values if re.search(rf"\b{name}\b", text)), None)
+            if name is None:
+                continue
+            is_origin = text.strip().startswith(f"{name} = ")
+            if is_origin == is_copied:  # the copy to the GPU, or the read
                 staying.add(line)
-            elif name is not None:
-                launching[line], origins[line] = split.arriving.get(name, 0), split.made_at[name]
+            else:  # what computes with the copy, or what is read
+                launching[line], origins[line] = values[name].launches, values[name].line
     lines = lines._replace(launching=tuple(sorted(launching.items())), staying=tuple(sorted(staying)))
     return SplitReads(module, lines, [moved[line] for line in loops if line in moved], origins)
+
+
+class _NamedValue(NamedTuple):
+    """A part of a statement that got a name."""
+
+    line: int
+    """Of that statement."""
+    launches: int
+    """How much the rest of it launches; 0 for what is read."""
 
 
 class _Split(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
     def __init__(
-        self,
-        staying: frozenset[int],
-        launching: Mapping[int, int],
-        computed: set[str],
-        taken: set[str],
-        called: Mapping[int, Mapping[str, _CopyingFunction]],
+        self, lines: CapturedLines, names: Sequence[ast.Name], copying: Mapping[str, _CopyingFunction]
     ) -> None:
-        """`computed`: names of what only statements that launch have stored; others may be arrays of the host.
-        `called`: at a line, functions that copy what they are given."""
+        """`names`: all of the source; `copying`: functions that copy what they are given."""
         super().__init__()
-        self._staying, self._launching, self._computed, self._taken = staying, launching, computed, taken
-        self._called = called
-        self.arriving: dict[str, int] = {}
-        """Names of what is copied to the GPU in front, and how much the statement launches."""
-        self.names: list[str] = []
-        """Of what is computed for a read."""
-        self.made_at: dict[str, int] = {}
-        """Of each of these names, the line of the statement that it was made of."""
+        self._staying, self._launching, self._fed = {*lines.staying}, dict(lines.launching), {*lines.fed}
+        self._copying, self._used_names = copying, {name.id for name in names}
+        stored = [name for name in names if isinstance(name.ctx, ast.Store)]
+        self._computed = {name.id for name in stored} - {
+            name.id for name in stored if name.lineno not in self._launching
+        }
+        """Names of what only statements that launch have stored; others may be arrays of the host."""
+        self.copied: dict[str, _NamedValue] = {}
+        """By their names, what is copied to the GPU in front of its statement."""
+        self.read: dict[str, _NamedValue] = {}
+        """By their names, what is computed for a read."""
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:  # noqa: N802, ARG002
         return False  # there are no blocks in it
@@ -128,17 +131,12 @@ class _Split(cst.CSTTransformer):
     def _all_parts(self, statement: cst.SimpleStatementLine, line: int) -> Sequence[cst.BaseStatement]:
         if line not in self._launching or len(statement.body) != 1 or not _is_in_any_case(statement):
             return self._parts(statement, line)
-        copies = _Copies(self._free_name, self._called.get(line, {}))
+        copies = _Copies(self._free_name, self._copying if line in self._fed else {})
         fed = cst.ensure_type(statement.visit(copies), cst.SimpleStatementLine)
         if not copies.found:
             return self._parts(statement, line)
-        self.arriving |= dict.fromkeys(copies.found, self._launching[line])
-        self.made_at |= dict.fromkeys(copies.found, line)
-        first = [
-            cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], copy)])
-            for name, copy in copies.found.items()
-        ]
-        first[0] = first[0].with_changes(leading_lines=statement.leading_lines)
+        self.copied |= dict.fromkeys(copies.found, _NamedValue(line, self._launching[line]))
+        first = _assignments(copies.found, statement)
         return [*first, *self._parts(fed.with_changes(leading_lines=[]), line)]
 
     def _parts(self, statement: cst.SimpleStatementLine, line: int) -> Sequence[cst.BaseStatement]:
@@ -152,23 +150,30 @@ class _Split(cst.CSTTransformer):
         if not reads.found or not is_plain:
             return [statement]
         names = [self._free_name(_target(statement)) for _ in reads.found]
-        self.names += names
-        self.made_at |= dict.fromkeys(names, line)
+        self.read |= dict.fromkeys(names, _NamedValue(line, 0))
         read = cst.ensure_type(read.visit(_Named(names)), cst.SimpleStatementLine)
-        kept = [
-            cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], one)])
-            for name, one in zip(names, reads.found, strict=True)
-        ]
-        kept[0] = kept[0].with_changes(leading_lines=statement.leading_lines)
-        return [*kept, read.with_changes(leading_lines=[])]
+        values = _assignments(dict(zip(names, reads.found, strict=True)), statement)
+        return [*values, read.with_changes(leading_lines=[])]
 
     def _free_name(self, base: str) -> str:
         name, number = f"{base}_on_gpu", 1
-        while name in self._taken:
+        while name in self._used_names:
             number += 1
             name = f"{base}_on_gpu_{number}"
-        self._taken.add(name)
+        self._used_names.add(name)
         return name
+
+
+def _assignments(
+    values: Mapping[str, cst.BaseExpression], statement: cst.SimpleStatementLine
+) -> list[cst.SimpleStatementLine]:
+    """These values by their names, in front of a statement whose comments they take."""
+    lines = [
+        cst.SimpleStatementLine([cst.Assign([cst.AssignTarget(cst.Name(name))], value)])
+        for name, value in values.items()
+    ]
+    lines[0] = lines[0].with_changes(leading_lines=statement.leading_lines)
+    return lines
 
 
 def _each_by_itself(statement: cst.BaseStatement) -> Sequence[cst.BaseStatement]:
@@ -176,8 +181,8 @@ def _each_by_itself(statement: cst.BaseStatement) -> Sequence[cst.BaseStatement]
     match statement:
         case cst.With(items=[cst.WithItem(item=cst.Call() as call, asname=None)], body=cst.IndentedBlock(body=body)):
             if _calls_of(call) <= {"no_grad", "inference_mode"}:
-                first, *others = [statement.with_changes(body=cst.IndentedBlock([one])) for one in body]
-                return [first, *(one.with_changes(leading_lines=[]) for one in others)]
+                first, *others = [statement.with_changes(body=cst.IndentedBlock([inner])) for inner in body]
+                return [first, *(inner.with_changes(leading_lines=[]) for inner in others)]
     return [statement]
 
 
@@ -195,38 +200,43 @@ class _CopyingFunction(NamedTuple):
 
 
 def _copying_functions(tree: ast.Module) -> dict[str, _CopyingFunction]:
-    """By name, as far as it tells which function is meant. What a name of the whole file stands for in a function that
-    stores none of that name, it stands for in others."""
+    """Those whose names tell which function is meant. They may use only names that no function stores: these mean the
+    same in the whole file."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     counts = Counter(node.name for node in functions)
-    given = {part.arg for node in functions for part in ast.walk(node.args) if isinstance(part, ast.arg)}
-    stored = given | {*Uses(functions).stores}
-    found = dict[str, _CopyingFunction]()
-    for node in functions:
-        parameters, copies, rebound = [one.arg for one in node.args.args], dict[str, ast.Call](), set[str]()
-        for statement in node.body:
-            if not isinstance(statement, ast.Assign | ast.Expr):
-                break
-            for part in ast.walk(statement):
-                match part:
-                    case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="to" | "cuda")) as copy:
-                        if name in parameters and name not in rebound:
-                            copies.setdefault(name, copy)
-            rebound |= {*Uses([statement]).stores}
-        named = {part.id for copy in copies.values() for part in ast.walk(copy) if isinstance(part, ast.Name)}
-        free = named - {*parameters}
-        if copies and counts[node.name] == 1 and not free & stored and not named & rebound - copies.keys():
-            found[node.name] = _CopyingFunction(parameters, copies, free)
-    return found
+    parameters = {part.arg for node in functions for part in ast.walk(node.args) if isinstance(part, ast.arg)}
+    stored = parameters | {*Uses(functions).stores}
+    candidates = {node.name: _copying_function(node) for node in functions if counts[node.name] == 1}
+    return {
+        name: function for name, function in candidates.items() if function is not None and not function.free & stored
+    }
+
+
+def _copying_function(node: ast.FunctionDef) -> _CopyingFunction | None:
+    """None if it copies no parameter at its beginning, or copies it by what it has computed itself."""
+    parameters, copies, rebound = [argument.arg for argument in node.args.args], dict[str, ast.Call](), set[str]()
+    for statement in node.body:
+        if not isinstance(statement, ast.Assign | ast.Expr):
+            break
+        for part in ast.walk(statement):
+            match part:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="to" | "cuda")) as copy:
+                    if name in parameters and name not in rebound:
+                        copies.setdefault(name, copy)
+        rebound |= {*Uses([statement]).stores}
+    named = {part.id for copy in copies.values() for part in ast.walk(copy) if isinstance(part, ast.Name)}
+    if not copies or named & rebound - copies.keys():
+        return None
+    return _CopyingFunction(parameters, copies, named - {*parameters})
 
 
 class _Copies(cst.CSTTransformer):
     """Finds what is copied to the GPU within a call, or by the function that is called, and puts a name in its
     place."""
 
-    def __init__(self, free_name: Callable[[str], str], called: Mapping[str, _CopyingFunction]) -> None:
+    def __init__(self, free_name: Callable[[str], str], copying: Mapping[str, _CopyingFunction]) -> None:
         super().__init__()
-        self._free_name, self._called = free_name, called
+        self._free_name, self._copying = free_name, copying
         self.found: dict[str, cst.BaseExpression] = {}
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:  # noqa: ARG002, N802
@@ -244,15 +254,15 @@ class _Copies(cst.CSTTransformer):
                 receiver = ["self"]
             case _:
                 return updated_node
-        called, arguments = self._called.get(name), updated_node.args
-        if (
-            called is None
-            or (called.parameters[:1] == ["self"]) != bool(receiver)
-            or any(one.star for one in arguments)
-        ):
+        called, arguments = self._copying.get(name), updated_node.args
+        if called is None or any(argument.star for argument in arguments):
+            return updated_node
+        if (called.parameters[:1] == ["self"]) != bool(receiver):
             return updated_node
         positional = chain(called.parameters[len(receiver) :], map(str, count()))  # numbers are those of `*others`
-        given = {one.keyword.value if one.keyword else next(positional): one.value for one in arguments}
+        given = {
+            argument.keyword.value if argument.keyword else next(positional): argument.value for argument in arguments
+        }
         words = {name: cst.Module([]).code_for_node(value) for name, value in given.items() if _is_plain(value)}
         words |= {name: name for name in (*receiver, *called.free)}
         for parameter, copy in called.copies.items():

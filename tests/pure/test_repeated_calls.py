@@ -12,7 +12,7 @@ from told import TRAIN, explained, near, told
 
 from keepbusy.causes.cause_inputs import CauseInputs
 from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
-from keepbusy.fixes.rounds import as_one, rounds_of
+from keepbusy.fixes.repeated_calls import as_one, repeated_calls
 
 ADAM = ["Optimizer.step#Adam.step", "torch/optim/adam.py(347): _single_tensor_adam"]
 FORWARD = "model.py(20): forward"
@@ -270,7 +270,7 @@ def test_on_the_wire_many_cost_their_price_once_and_their_bytes() -> None:
     found = of_ranks(body)
     assert found.plain_step == near(12_000 + 400 + 4_000, 0.02)
     scene = CauseInputs(loop(body, ranks=2))
-    scale = as_one(scene, rounds_of(scene), 0.5).edit.scale
+    scale = as_one(scene, repeated_calls(scene), 0.5).edit.scale
     assert scale[scale != 1] == pytest.approx((50 + 80_000_000 / 250_000) / 50)
 
 
