@@ -245,10 +245,10 @@ class TestMeasure:
             yield f"{share:.0%} of the copies ran beside the computation, where min_overlap={least}"
 
     def waits_text(self) -> str:
-        from keepbusy.fix.gate.guard import told
+        from keepbusy.fix.gate.guard import places_text
 
         waits: list[Wait] = self._guard.waits
-        return told(waits) if waits else ""
+        return places_text(waits) if waits else ""
 
 
 def _virtual_machine() -> Any:

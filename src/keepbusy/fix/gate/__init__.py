@@ -52,7 +52,7 @@ class AllowList:
     """All of them, and which were of use."""
 
     def __init__(self, entries: Iterable[str]) -> None:
-        self._places = [AllowedPlace.read(one) for one in entries]
+        self._places = [AllowedPlace.read(entry) for entry in entries]
 
     def reason(self, places: Iterable[tuple[str, int, str]]) -> str:
         """Why one of these places, a stack's, may wait; "" if none may."""

@@ -6,7 +6,7 @@ with keepbusy.guard(syncs=0, blocking_copies=0):
 @keepbusy.guard(allow=["metrics.py: read once an epoch"])
 def validate(model, loader): ...
 
-Where Python waits PyTorch tells itself, on a real GPU and on a virtual one alike:
+PyTorch itself says where Python waits, on a real GPU and on a virtual one alike:
 `torch.cuda.set_sync_debug_mode("warn")` warns at every copy that blocks, every read of a value and every
 `Stream.synchronize`, in the thread that waits. It does not see `torch.cuda.synchronize`, events, or copies from
 pageable memory that were asked not to block; those are counted where the program calls them. The calls that usually
@@ -103,29 +103,30 @@ class GuardedBlock:
             self.waits.append(wait)
 
     def _judge(self) -> None:
-        counts = {kind: [one for one in self.waits if one.kind == kind] for kind in self._limits}
-        over = [kind for kind, limit in self._limits.items() if limit is not None and len(counts[kind]) > limit]
+        waits_of_kind = {kind: [wait for wait in self.waits if wait.kind == kind] for kind in self._limits}
+        over = [kind for kind, limit in self._limits.items() if limit is not None and len(waits_of_kind[kind]) > limit]
         if over:
-            waits = [one for kind in over for one in counts[kind]]
+            waits = [wait for kind in over for wait in waits_of_kind[kind]]
             many = " and ".join(
-                f"{several(len(counts[kind]), kind)} where {self._limits[kind] or 'none'} may be" for kind in over
+                f"{several(len(waits_of_kind[kind]), kind)} where {self._limits[kind] or 'none'} may be"
+                for kind in over
             )
-            raise TooManyWaits(f"{many}; {_cost(waits)}\n{told(waits)}", waits)
+            raise TooManyWaits(f"{many}; {_cost(waits)}\n{places_text(waits)}", waits)
 
 
-def told(waits: Sequence[Wait]) -> str:
+def places_text(waits: Sequence[Wait]) -> str:
     """The places of these waits, a paragraph each, the costliest first."""
     places: dict[tuple[Any, ...], list[Wait]] = {}
-    for one in waits:
-        places.setdefault((one.stack[:1], one.kind), []).append(one)
-    ordered = sorted(places.values(), key=lambda group: -sum(one.duration or 0 for one in group))
+    for wait in waits:
+        places.setdefault((wait.stack[:1], wait.kind), []).append(wait)
+    ordered = sorted(places.values(), key=lambda group: -sum(wait.duration or 0 for wait in group))
     more = [f"and {len(ordered) - _SHOWN} more places"] if len(ordered) > _SHOWN else []
     return "\n".join([*(_paragraph(group) for group in ordered[:_SHOWN]), *more])
 
 
 def _paragraph(group: list[Wait]) -> str:
     first = group[0]
-    calls = ", ".join(sorted({one.call for one in group if one.call}))
+    calls = ", ".join(sorted({wait.call for wait in group if wait.call}))
     text = first.text if len(first.text) <= _WIDTH else f"{first.text[: _WIDTH - 1]}…"
     lines = [f"  {first.stack[0] if first.stack else 'somewhere in C++'}: {text}".rstrip(": ")]
     lines.append(f"    {several(len(group), first.kind)}{f' ({calls})' if calls else ''}; {_cost(group)}")
@@ -134,11 +135,11 @@ def _paragraph(group: list[Wait]) -> str:
 
 
 def _cost(waits: Sequence[Wait]) -> str:
-    known = [one.duration for one in waits if one.duration is not None]
-    if not known:
+    durations = [wait.duration for wait in waits if wait.duration is not None]
+    if not durations:
         return "how long Python waited was not measured"
-    least = "at least " if len(known) < len(waits) else ""
-    return f"Python waited {least}{duration(sum(known))}"
+    least = "at least " if len(durations) < len(waits) else ""
+    return f"Python waited {least}{duration(sum(durations))}"
 
 
 class StackLine(NamedTuple):
@@ -181,8 +182,8 @@ class _Crossing(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """As causes are told: what comes in is a copy, what goes out is one if it is large; else it is a read."""
-        return BLOCKING_COPY if self.inbound or self.size > STAGED_BYTES else SYNC  # a small one is a read
+        """As in the causes of idle time: a small copy to the host is a read."""
+        return BLOCKING_COPY if self.inbound or self.size > STAGED_BYTES else SYNC
 
 
 class _ThreadWaits(threading.local):
@@ -208,7 +209,7 @@ class WaitWatch:
         self.clock: Callable[[], int] = lambda: time.perf_counter_ns()  # noqa: PLW0108 -- a virtual GPU replaces it
 
     def listen(self, listener: Callable[[Wait], object]) -> Callable[[], None]:
-        """Tell `listener` of each wait of this thread, and of the backward passes that it starts, until the returned
+        """Call `listener` with each wait of this thread, and of the backward passes that it starts, until the returned
         function is called."""
         with self._lock:
             if not self._listening and torch.cuda.is_available():
@@ -241,8 +242,7 @@ class WaitWatch:
             self._patches.replace(*run_backward, self._listening_to_backward)
 
     def _hear_warnings(self) -> None:
-        """Ours come first whatever the program filters, records or silences."""
-
+        """Keep our filter first, whatever the program filters, records or silences."""
         add = warnings.filterwarnings
 
         def keep_first() -> None:
@@ -266,10 +266,8 @@ class WaitWatch:
 
     def _showing(self, show: Function) -> Function:
         def shown_or_heard(message: Any) -> None:
-            if not str(message.message).startswith(_TEXTS):
+            if self._mode or not str(message.message).startswith(_TEXTS):  # with a mode, the program wants them itself
                 show(message)
-            elif self._mode:
-                show(message)  # the program had asked for them itself
             if str(message.message).startswith(_TEXTS[0]):
                 self._heard()
 
@@ -280,9 +278,9 @@ class WaitWatch:
         calls = _THREAD.calls
         call = calls[-1] if calls else None
         kind = call.crossing.kind if call and call.crossing else SYNC
-        self._tell(kind, call)
+        self._report(kind, call)
 
-    def _tell(self, kind: str, call: _CallUnderWay | None) -> None:
+    def _report(self, kind: str, call: _CallUnderWay | None) -> None:
         listeners = _THREAD.listeners
         if not listeners and isinstance(threading.current_thread(), ForeignThread) and self._backward:
             listeners = self._backward[-1]
@@ -316,7 +314,7 @@ class WaitWatch:
                     self._price(call)
                 if crossing and not call.waits and _blocks_unseen(crossing, args, result):
                     call.name += ", non_blocking from memory that is not pinned"
-                    self._tell(crossing.kind, call)
+                    self._report(crossing.kind, call)
                     self._price(call)
                 return result
 
@@ -336,7 +334,7 @@ class WaitWatch:
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    self._tell(SYNC, call)
+                    self._report(SYNC, call)
                     self._price(call)
 
             return counted
@@ -366,12 +364,12 @@ def _is_ours(entry: Any) -> bool:
 
 
 def _forget_filter() -> None:
-    warnings.filters[:] = [one for one in warnings.filters if not _is_ours(one)]  # type: ignore[index]
+    warnings.filters[:] = [entry for entry in warnings.filters if not _is_ours(entry)]  # type: ignore[index]
 
 
 def _stack_of(frame: FrameType | None) -> list[tuple[StackLine, str]]:
     """The user's lines from the inside out, each with its text; where there is none, the innermost library's."""
-    found, library = list[tuple[StackLine, str]](), list[tuple[StackLine, str]]()
+    own, library = list[tuple[StackLine, str]](), list[tuple[StackLine, str]]()
     while frame is not None:
         file = frame.f_code.co_filename
         kind = kind_of(file)
@@ -379,9 +377,9 @@ def _stack_of(frame: FrameType | None) -> list[tuple[StackLine, str]]:
             break
         if kind != HIDDEN:
             line = StackLine(shown(file), frame.f_lineno, frame.f_code.co_name)
-            (found if kind == USER else library).append((line, getline(file, frame.f_lineno, frame.f_globals).strip()))
+            (own if kind == USER else library).append((line, getline(file, frame.f_lineno, frame.f_globals).strip()))
         frame = frame.f_back
-    return found or library[:1]
+    return own or library[:1]
 
 
 def _reuses_memory(frame: FrameType) -> bool:
@@ -407,8 +405,7 @@ def _timed() -> Iterator[tuple[Any, str]]:
 def _unseen() -> Iterator[tuple[Any, str]]:
     yield torch.cuda, "synchronize"
     yield torch.cuda.Event, "synchronize"
-    if hasattr(torch, "accelerator"):
-        yield torch.accelerator, "synchronize"
+    yield torch.accelerator, "synchronize"
 
 
 def _of_tensor(args: Any, _: Any) -> _Crossing | None:
@@ -446,8 +443,8 @@ def _blocks_unseen(crossing: _Crossing, args: Any, result: Any) -> bool:
     """Asked not to block, a large copy from or to pageable memory does, and PyTorch does not say so."""
     if crossing.size <= STAGED_BYTES:
         return False
-    sides = [one for one in (*args[:2], result) if isinstance(one, Tensor)]
-    host = [one for one in sides if not one.is_cuda]
+    sides = [side for side in (*args[:2], result) if isinstance(side, Tensor)]
+    host = [side for side in sides if not side.is_cuda]
     return 0 < len(host) < len(sides) and not host[0].is_pinned()
 
 

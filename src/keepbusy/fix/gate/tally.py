@@ -1,7 +1,6 @@
 """All places of a run at which Python waits for the GPU, counted step by step, also those that cost nothing today.
 
-They are held against what may be: as text, GitHub's annotations, a JUnit file, and SARIF. And how much of the copies
-ran beside the computation.
+They are compared with limits, and shown as text, GitHub's annotations, a JUnit file and SARIF.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class CountedPlace:
     most: int  # in one step
     steps: int  # that have it
     total: int
-    held: int  # nanoseconds that Python stands there, over all steps
+    waited: int  # nanoseconds that Python waits there, over all steps
     reason: str = ""  # why it is allowed, where it is
 
 
@@ -53,7 +52,7 @@ class WaitTally:
     source: str
     device: str
     steps: int
-    one_turn: bool  # a script without steps, which counts as one
+    is_one_step: bool  # a script without steps, which counts as one
     modelled: bool
     places: tuple[CountedPlace, ...]  # the most frequent first
     races: tuple[DataRace, ...]  # but for those that are allowed
@@ -68,7 +67,7 @@ def tally(timeline: Timeline, allow: Sequence[str] = ()) -> WaitTally:
     """Count them. A run that has begun to take steps needs two whole ones: a start-up waits, and is no step."""
     if not timeline.on_device.any():
         raise BadInput(ran_nothing(timeline.facts.source or "The run", timeline.has_operators))
-    marks = min(len(timeline.marks_of(one)) for one in timeline.ranks)
+    marks = min(len(timeline.marks_of(rank)) for rank in timeline.ranks)
     whole = whole_steps(timeline)
     if whole.facts.one_turn and marks:
         raise BadInput(
@@ -78,26 +77,26 @@ def tally(timeline: Timeline, allow: Sequence[str] = ()) -> WaitTally:
     inputs, allowed = CauseInputs(whole), AllowList(allow)
     step = _step_of(whole)
     steps = len(whole.marks_of(whole.ranks[0]))
-    rank = np.searchsorted(whole.ranks, whole.rank_of_rows)
+    rank_index = np.searchsorted(whole.ranks, whole.rank_of_rows)
     places, counts = [], []
     for kind, rows in _rows_of_kinds(inputs):
-        sums = np.zeros((len(whole.ranks), steps), np.int64)
-        for where, mine in by_place(inputs, rows).items() if len(rows) else ():
-            each = np.zeros((len(whole.ranks), steps), np.int64)
-            np.add.at(each, (rank[mine], step[mine]), 1)
-            reason = allowed.reason(_stack(whole, int(mine[0])))
-            sums += 0 if reason else each
-            held = int((whole.spans.end - whole.spans.start)[mine].sum())
-            of_steps = each.max(axis=0)
-            places.append(
-                CountedPlace(kind, where, int(each.max()), int((of_steps > 0).sum()), len(mine), held, reason)
-            )
-        counts.append((kind, tuple(sums.max(axis=0).tolist())))
+        not_allowed = np.zeros((len(whole.ranks), steps), np.int64)
+        for where, rows_at_place in by_place(inputs, rows).items() if len(rows) else ():
+            at_place = np.zeros((len(whole.ranks), steps), np.int64)
+            np.add.at(at_place, (rank_index[rows_at_place], step[rows_at_place]), 1)
+            reason = allowed.reason(_stack(whole, int(rows_at_place[0])))
+            if not reason:
+                not_allowed += at_place
+            waited = int((whole.spans.end - whole.spans.start)[rows_at_place].sum())
+            of_steps = at_place.max(axis=0)
+            most, steps_with_it = int(of_steps.max()), int((of_steps > 0).sum())
+            places.append(CountedPlace(kind, where, most, steps_with_it, len(rows_at_place), waited, reason))
+        counts.append((kind, tuple(not_allowed.max(axis=0).tolist())))
     places.sort(key=lambda place: (bool(place.reason), -place.total, str(place.where)))
     facts = whole.facts
-    found = tuple(one for one in facts.races if not _is_allowed(one, allowed))
+    races = tuple(race for race in facts.races if not _is_allowed(race, allowed))
     return WaitTally(
-        facts.source, facts.device, steps, facts.one_turn, facts.modelled, tuple(places), found, tuple(counts)
+        facts.source, facts.device, steps, facts.one_turn, facts.modelled, tuple(places), races, tuple(counts)
     )
 
 
@@ -112,7 +111,7 @@ def hidden_share(timeline: Timeline, since: int) -> float | None:
     copies, kernels = (spans.kind == Kind.COPY) & (spans.start >= since), spans.kind == Kind.KERNEL
     whole = float(spans.end.max(initial=0)) + 1
     copying, computing, either = (
-        covered(spans.start[one], spans.end[one], whole) for one in (copies, kernels, copies | kernels)
+        covered(spans.start[mask], spans.end[mask], whole) for mask in (copies, kernels, copies | kernels)
     )
     return (copying + computing - either) / copying if copying else None
 
@@ -132,11 +131,11 @@ def _reuses_memory(inputs: CauseInputs) -> np.ndarray:
 
 
 def _step_of(timeline: Timeline) -> Ints:
-    """Of each row, the number of its rank's step."""
-    step, row, rank = np.zeros(len(timeline), np.int64), np.arange(len(timeline)), timeline.rank_of_rows
-    for one in timeline.ranks:
-        mine = rank == one
-        step[mine] = np.searchsorted(timeline.marks_of(one), row[mine], side="right") - 1
+    """For each row the number of its rank's step."""
+    step = np.zeros(len(timeline), np.int64)
+    for rank in timeline.ranks:
+        rows = np.flatnonzero(timeline.rank_of_rows == rank)
+        step[rows] = np.searchsorted(timeline.marks_of(rank), rows, side="right") - 1
     return np.maximum(step, 0)
 
 
@@ -172,13 +171,13 @@ class GateVerdict:
     def sentence(self, kind: str) -> str:
         limit, most = self.limits[kind], self.tally.most(kind)
         allowed = "no limit" if limit is None else f"limit {limit}"
-        if self.tally.one_turn:
+        if self.tally.is_one_step:
             return f"{several(most, kind)} in the script ({allowed})"
         return f"{'up to ' if most else ''}{several(most, kind)} per step in {self.tally.steps} steps ({allowed})"
 
     def blamed(self) -> list[CountedPlace]:
         """Places of the kinds of which there are too many."""
-        return [one for one in self.tally.places if one.kind in self.over and not one.reason]
+        return [place for place in self.tally.places if place.kind in self.over and not place.reason]
 
 
 def text(verdict: GateVerdict) -> str:
@@ -194,9 +193,9 @@ def text(verdict: GateVerdict) -> str:
     for race in verdict.races:
         lines += ["", *race_words.paragraph(race)]
     blamed = verdict.blamed()
-    others = [one for one in tally.places if one not in blamed]
-    for one in (*blamed, *others)[:_SHOWN]:
-        lines += ["", *_paragraph(verdict, one)]
+    others = [place for place in tally.places if place not in blamed]
+    for place in (*blamed, *others)[:_SHOWN]:
+        lines += ["", *_paragraph(verdict, place)]
     if len(tally.places) > _SHOWN:
         lines += ["", f"and {len(tally.places) - _SHOWN} more places; --junit keeps all of them"]
     return "\n".join(lines)
@@ -215,12 +214,12 @@ def _paragraph(verdict: GateVerdict, place: CountedPlace) -> Iterator[str]:
 
 
 def _count(verdict: GateVerdict, place: CountedPlace) -> str:
-    held = f"Python waits there for {duration(place.held // verdict.tally.steps)}"
-    if verdict.tally.one_turn:
-        return f"{several(place.total, place.kind)} in the script; {held}"
+    waits = f"Python waits there for {duration(place.waited // verdict.tally.steps)}"
+    if verdict.tally.is_one_step:
+        return f"{several(place.total, place.kind)} in the script; {waits}"
     if place.steps == verdict.tally.steps:
-        return f"{several(place.most, place.kind)} per step; {held}"
-    return f"{several(place.most, place.kind)} in {place.steps} of {verdict.tally.steps} steps; {held} per step"
+        return f"{several(place.most, place.kind)} per step; {waits}"
+    return f"{several(place.most, place.kind)} in {place.steps} of {verdict.tally.steps} steps; {waits} per step"
 
 
 def github(verdict: GateVerdict) -> str:
@@ -232,35 +231,35 @@ def github(verdict: GateVerdict) -> str:
         for race in verdict.races
     ]
     waiting = [
-        f"::{'error' if one in blamed else 'notice'} {_place_of(one.where)}title=keepbusy: {one.kind}::"
-        f"{_message(verdict, one)}"
-        for one in verdict.tally.places
-        if not one.reason
+        f"::{'error' if place in blamed else 'notice'} {_place_of(place.where)}title=keepbusy: {place.kind}::"
+        f"{_message(verdict, place)}"
+        for place in verdict.tally.places
+        if not place.reason
     ]
     return "\n".join(raced + waiting)
 
 
 def new_waits(before: WaitTally, after: WaitTally) -> list[str]:
     """Functions that wait more often in a step than they did, a sentence each. Lines move, functions seldom do."""
-    was, now = (_by_function(one) for one in (before, after))
-    told = []
+    was, now = _by_function(before), _by_function(after)
+    sentences = []
     for key, places in now.items():
-        old = sum(one.most for one in was.get(key, ()))
-        new = sum(one.most for one in places)
+        old = sum(place.most for place in was.get(key, ()))
+        new = sum(place.most for place in places)
         if new > old:
-            lines = ", ".join(str(one.where) for one in places)
-            told.append(
+            lines = ", ".join(str(place.where) for place in places)
+            sentences.append(
                 f"{several(new, key[0])} per step at {lines} ({places[0].where.operator}), {old or 'none'} before"
             )
-    return told
+    return sentences
 
 
 def _by_function(tally: WaitTally) -> dict[tuple[str, str, str], list[CountedPlace]]:
-    found: dict[tuple[str, str, str], list[CountedPlace]] = {}
-    for one in tally.places:
-        where = one.where
-        found.setdefault((one.kind, where.file, where.function or where.operator), []).append(one)
-    return found
+    by_function: dict[tuple[str, str, str], list[CountedPlace]] = {}
+    for place in tally.places:
+        where = place.where
+        by_function.setdefault((place.kind, where.file, where.function or where.operator), []).append(place)
+    return by_function
 
 
 def _place_of(where: Where) -> str:
@@ -291,12 +290,14 @@ def junit(verdict: GateVerdict) -> str:
     ]
     for kind in limits:
         case = f"<testcase classname={name} name={quoteattr(PLURALS[kind])}"
-        places = [one for one in verdict.tally.places if one.kind == kind]
-        told = escape("\n\n".join("\n".join(_paragraph(verdict, one)) for one in places))
+        places = [place for place in verdict.tally.places if place.kind == kind]
+        paragraphs = escape("\n\n".join("\n".join(_paragraph(verdict, place)) for place in places))
         if kind in verdict.over:
-            lines.append(f"{case}><failure message={quoteattr(verdict.sentence(kind))}>{told}</failure></testcase>")
+            lines.append(
+                f"{case}><failure message={quoteattr(verdict.sentence(kind))}>{paragraphs}</failure></testcase>"
+            )
         else:
-            lines.append(f"{case}><system-out>{told}</system-out></testcase>")
+            lines.append(f"{case}><system-out>{paragraphs}</system-out></testcase>")
     if verdict.refuses_races:
         details = escape("\n\n".join("\n".join(race_words.paragraph(race)) for race in verdict.races))
         number = race_words.several(len(verdict.races))
@@ -312,11 +313,11 @@ def sarif(verdict: GateVerdict) -> str:
         if lines := lines_of(Where.of(race.at)):
             text = f"{race_words.sentence(race)} {race_words.remedy(race)}"
             results.append({"ruleId": RACE.replace(" ", "_"), "level": "error", "message": {"text": text}, **lines})
-    for one in verdict.tally.places:
-        if lines := lines_of(one.where):
-            text = f"{_count(verdict, one)} ({one.where.operator}). In all {verdict.sentence(one.kind)}."
-            level = "error" if one in blamed else "note"
-            result = {"ruleId": one.kind.replace(" ", "_"), "level": level, "message": {"text": text}, **lines}
-            allowed = {"suppressions": [{"kind": "external", "justification": one.reason}]} if one.reason else {}
+    for place in verdict.tally.places:
+        if lines := lines_of(place.where):
+            text = f"{_count(verdict, place)} ({place.where.operator}). In all {verdict.sentence(place.kind)}."
+            level = "error" if place in blamed else "note"
+            result = {"ruleId": place.kind.replace(" ", "_"), "level": level, "message": {"text": text}, **lines}
+            allowed = {"suppressions": [{"kind": "external", "justification": place.reason}]} if place.reason else {}
             results.append(result | allowed)
     return sarif_document(results)
