@@ -83,15 +83,15 @@ def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
             edits += [(edit_name, where) for edit_name in fix.served_by[:1] if not fix.is_asked_for]
     beside = np.zeros(len(inputs.timeline), bool)
     beside[[row for groups in by_hand.values() for rows in groups for row in rows]] = True
-    found = captured(inputs, goes, beside, edits, masked)
-    found = found._replace(first=next(iter(elsewhere), ""))
-    within = by_hand.keys() - {(lines.file, lines.function) for lines in found.lines}
-    if not within or not found.lines:
-        return found
+    capture = captured(inputs, goes, beside, edits, masked)
+    capture = capture._replace(first=next(iter(elsewhere), ""))
+    within = by_hand.keys() - {(lines.file, lines.function) for lines in capture.lines}
+    if not within or not capture.lines:
+        return capture
     for place in within:
         for rows in by_hand[place]:
             goes[rows] = beside[rows] = False
-    return captured(inputs, goes, beside, edits, masked)._replace(first=found.first)
+    return captured(inputs, goes, beside, edits, masked)._replace(first=capture.first)
 
 
 def captured(
@@ -115,29 +115,29 @@ def captured(
     stays_there = stays
     stays = stays & ~prepared
     run = _numbers(inputs, stays, parted)
-    held = _alike(inputs, launches, run[launches])
-    held = held[~np.isin(run[held], _without_forward(inputs, stays, launches, run))]
+    held_launches = _alike(inputs, launches, run[launches])
+    held_launches = held_launches[~np.isin(run[held_launches], _without_forward(inputs, stays, launches, run))]
     around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs) | drawing
     where = inputs.outermost(~around | fed)
-    held = held[_in_statements(inputs, held, where[held])]
-    lines = _lines(inputs, where[held], around, fed, masked)
-    reached = _reached(inputs, held, lines, edits)
-    stays[held[~reached]] = True
-    parted |= frames_around(timeline.frames, spans.frame[held[~reached]])
-    held, run = held[reached], _numbers(inputs, stays, parted)
+    held_launches = held_launches[_in_statements(inputs, held_launches, where[held_launches])]
+    lines = _lines(inputs, where[held_launches], around, fed, masked)
+    reached = _reached(inputs, held_launches, lines, edits)
+    stays[held_launches[~reached]] = True
+    parted |= frames_around(timeline.frames, spans.frame[held_launches[~reached]])
+    held_launches, run = held_launches[reached], _numbers(inputs, stays, parted)
     first, last = (np.full(int(run.max(initial=0)) + 1, NONE, np.int64) for _ in range(2))
-    first[run[held][::-1]], last[run[held]] = held[::-1], held
+    first[run[held_launches][::-1]], last[run[held_launches]] = held_launches[::-1], held_launches
     rows = np.arange(len(spans))
     inside = (rows > first[run]) & (rows <= last[run]) & (first[run] != NONE)
     statement = inputs.outermost(~parted)
-    inside |= np.isin(statement, statement[held][statement[held] != NONE]) & (spans.kind == Kind.WORK)
+    inside |= np.isin(statement, statement[held_launches][statement[held_launches] != NONE]) & (spans.kind == Kind.WORK)
     inside &= ~timeline.on_device & ~stays & ~prepared
     launched = np.append(inside, False)[inputs.launch] & (inputs.launch != NONE)
     return Capture(
         inside | launched,
         inside & inputs.is_sync,
         stays,
-        len(held) / max(1, len(launches)),
+        len(held_launches) / max(1, len(launches)),
         lines,
     )
 
@@ -161,11 +161,13 @@ def _reached(
     from keepbusy.fixes.source.graphs import reached_lines
 
     loop = Where.of(inputs.timeline.facts.loop)
-    held, refused = set[tuple[str, int]](), set[tuple[str, int]]()
+    reached, refused = set[tuple[str, int]](), set[tuple[str, int]]()
     for file, source in files.items():
         of_file = [(edit_name, [place.line]) for edit_name, place in edits if place.file == file]
         captured = [function_lines for function_lines in lines if function_lines.file == file]
-        held |= {(file, line) for line in reached_lines(source, of_file, captured, [loop.line] * (loop.file == file))}
+        reached |= {
+            (file, line) for line in reached_lines(source, of_file, captured, [loop.line] * (loop.file == file))
+        }
         refused |= {(file, line) for function_lines in captured for line in refused_lines(source, function_lines)}
     places_of_names = [source_line(name) for name in inputs.timeline.names]
 
@@ -173,7 +175,7 @@ def _reached(
         return _stand_at(inputs, launches, [place is not None and place[:2] in places for place in places_of_names])
 
     elsewhere = ~_stand_at(inputs, launches, [place is not None and place[0] in files for place in places_of_names])
-    result = stand_at(held) | elsewhere
+    result = stand_at(reached) | elsewhere
     return result if result.any() else ~stand_at(refused)
 
 
@@ -234,13 +236,13 @@ def drawing_lines(source: str) -> dict[int, int]:
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     except (SyntaxError, ValueError):
         return {}
-    found = dict[int, int]()
+    drawing = dict[int, int]()
     for function in functions:
         own = [part for part in own_nodes(function) if isinstance(part, ast.stmt | ast.expr)]
         draws = [part.lineno for part in own if isinstance(part, ast.Call) and _draws(ast.unparse(part.func))]
         if draws:
-            found |= {part.lineno: 1 for part in own} | dict.fromkeys(draws, _AT_THE_DRAW)
-    return found
+            drawing |= {part.lineno: 1 for part in own} | dict.fromkeys(draws, _AT_THE_DRAW)
+    return drawing
 
 
 def _draws(called: str) -> bool:
@@ -307,8 +309,8 @@ def _stays(inputs: CauseInputs, goes: Mask, reads: Mask) -> Mask:
     spans = inputs.timeline.spans
     crosses = inputs.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
     copies = np.append(crosses, False)[inputs.command] & (inputs.command != NONE)
-    kept = (inputs.is_sync & ~goes) | (copies & ~reads) | (inputs.loader_frame != NONE) | inputs.is_heavy
-    return (kept | inputs.within(Role.OBJECTS)) & ~inputs.timeline.on_device & ~inputs.by_workers
+    must_stay = (inputs.is_sync & ~goes) | (copies & ~reads) | (inputs.loader_frame != NONE) | inputs.is_heavy
+    return (must_stay | inputs.within(Role.OBJECTS)) & ~inputs.timeline.on_device & ~inputs.by_workers
 
 
 def _computes(inputs: CauseInputs, goes: Mask) -> Mask:

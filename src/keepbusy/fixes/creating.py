@@ -31,8 +31,8 @@ class MakeOnDevice(Fix):
         inputs, timeline = place.inputs, place.inputs.timeline
         frame = inputs.outermost(inputs.frames_with(Role.MAKES))[np.isin(place.finding.culprit, place.rows)]
         frames = frame[frame >= 0]
-        made = {timeline.names[name].rpartition("::")[2] for name in timeline.frames.name[frames].tolist()}
-        if len(made) != 1 or (name := made.pop()) not in MAKERS:
+        makers = {timeline.names[name].rpartition("::")[2] for name in timeline.frames.name[frames].tolist()}
+        if len(makers) != 1 or (name := makers.pop()) not in MAKERS:
             return None
         usual = self.usual[place.cause]
         code = usual.code.replace("torch.randn(shape", f"torch.{name}(...")

@@ -47,9 +47,9 @@ def allocator_settings(facts: RunFacts) -> str:
         return "What PYTORCH_ALLOC_CONF was is not known of a trace."
     if "expandable_segments:True" in facts.allocator:
         return f"{facts.allocator} was set: segments grow already, so pad to a few sizes, or keep less alive."
-    why = [f"{name}, which {what}" for name, what in _IN_THE_WAY.items() if name in facts.allocator]
-    if why:
-        return f"{facts.allocator} was set: leave out {', and '.join(why)}."
+    reasons = [f"{name}, which {effect}" for name, effect in _IN_THE_WAY.items() if name in facts.allocator]
+    if reasons:
+        return f"{facts.allocator} was set: leave out {', and '.join(reasons)}."
     return f"{facts.allocator} was set." if facts.allocator else "PYTORCH_ALLOC_CONF was not set."
 
 

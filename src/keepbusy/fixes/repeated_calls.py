@@ -312,9 +312,9 @@ def _of_call(inputs: CauseInputs, call: int, siblings: Ints, launching: Ints) ->
     weight = np.bincount(which, launching[siblings])
     times = max(often, key=lambda count: (weight[entered % count == 0].sum(), count))
     order = np.concatenate([np.arange(count) for count in entered])[np.argsort(np.argsort(which, kind="stable"))]
-    whole = entered[which] % times == 0
-    begins = whole & (order < entered[which] // times)
-    return _RepeatedFrames(call, times, siblings[begins], siblings[whole & ~begins])
+    is_multiple = entered[which] % times == 0
+    begins = is_multiple & (order < entered[which] // times)
+    return _RepeatedFrames(call, times, siblings[begins], siblings[is_multiple & ~begins])
 
 
 def _launching(inputs: CauseInputs) -> Ints:

@@ -81,8 +81,8 @@ class _MadeThere(AtLines):
         if self.line(original_node) not in self.lines or not isinstance(func, cst.Attribute):
             return updated_node
         device = _device_of(func.attr.value, updated_node)
-        made = None if device is None else self._made_on(func.value, device)
-        return updated_node if made is None else made
+        tensor = None if device is None else self._made_on(func.value, device)
+        return updated_node if tensor is None else tensor
 
     def _made_on(self, value: cst.BaseExpression, device: str) -> cst.BaseExpression | None:
         """`torch.arange(n).unsqueeze(0)`, made on the device."""
@@ -110,8 +110,8 @@ def _device_of(method: str, call: cst.Call) -> str | None:
         return '"cuda"'
     if method != "to" or len(call.args) != 1 or call.args[0].keyword is not None:
         return None
-    given = text_of(call.args[0].value)
-    return given if "dtype" not in given and not given.startswith("torch.float") else None
+    device = text_of(call.args[0].value)
+    return device if "dtype" not in device and not device.startswith("torch.float") else None
 
 
 ON_DEVICE = SourceEdit(

@@ -159,16 +159,16 @@ def _function_at(tree: ast.Module, lines: CapturedLines, loops: Collection[int])
 
 
 class _StoredAttributes(ast.NodeTransformer):
-    """Attributes that a function stores on what it is given are names like others: `self.loss` is one with a dot."""
+    """Attributes that a function stores on its parameters are names like others: `self.loss` is one with a dot."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         own = own_nodes(function)
-        given = {parameter.arg for parameter in (*function.args.posonlyargs, *function.args.args)}
-        given -= {node.id for node in own if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+        parameters = {parameter.arg for parameter in (*function.args.posonlyargs, *function.args.args)}
+        parameters -= {node.id for node in own if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
         self._names = set[str]()
         for node in own:
             match node:
-                case ast.Attribute(value=ast.Name(id=base), attr=attribute, ctx=ast.Store()) if base in given:
+                case ast.Attribute(value=ast.Name(id=base), attr=attribute, ctx=ast.Store()) if base in parameters:
                     self._names.add(f"{base}.{attribute}")
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -244,13 +244,13 @@ class _File:
 
     def may_call_model(self, name: str, within: frozenset[str] = frozenset()) -> bool:
         """Whether one of the functions calls anything that may be a model. `within`: those that are looked at."""
-        known = self.imported | {*dir(builtins)} | within
+        no_models = self.imported | {*dir(builtins)} | within
         for part in ast.walk(self.functions[name]):
             match part:
                 case ast.Call(func=ast.Name(id=called)) if called in self.functions and called not in within:
                     if self.may_call_model(called, within | {name}):
                         return True
-                case ast.Call(func=ast.Name(id=called)) if called not in known:
+                case ast.Call(func=ast.Name(id=called)) if called not in no_models:
                     return True
                 case ast.Call(func=ast.Attribute(attr=method)) if base_name(part.func) not in self.imported:
                     if method not in _PREPARING:
@@ -329,7 +329,7 @@ class _Function:
         """What it makes that a backward pass may go through: not what is made under `torch.no_grad()`."""
         nodes = [node for statement in region.captured for node in statement.nodes]
         others = [node for node in nodes if not _stands_in(self._gradless, node.lineno)]
-        return {*region.made} & {*Uses(others).stores}
+        return {*region.results} & {*Uses(others).stores}
 
     def _kind_of(self, statement: Statement) -> _CaptureKind:
         stays = self._stays(statement)
@@ -337,8 +337,10 @@ class _Function:
             if not stays:
                 return _CaptureKind.CAPTURED
             return _CaptureKind.MIXED if _is_compound(statement) else _CaptureKind.FIXED
-        made = {name for name in statement.called if name[:1].isupper() and name not in self.file.classes}
-        return _CaptureKind.STAYS if stays or not statement.called <= _HARMLESS | made else _CaptureKind.NEUTRAL
+        other_classes = {name for name in statement.called if name[:1].isupper() and name not in self.file.classes}
+        if stays or not statement.called <= _HARMLESS | other_classes:
+            return _CaptureKind.STAYS
+        return _CaptureKind.NEUTRAL
 
     def _stays(self, statement: Statement) -> bool:
         """Whether no graph can hold it."""
@@ -366,8 +368,8 @@ class _Function:
             if ends_outer_loop or isinstance(part, _STAYING) or _names_itself(part):
                 return False
         # items of a tensor may be written to in a graph: of a local name, not of `self` or another object that is given
-        given = {name.arg for name in self.node.args.args} if isinstance(self.node, ast.FunctionDef) else set()
-        own = {*statement.uses.stores} | ({*self._local} - given)
+        parameters = {name.arg for name in self.node.args.args} if isinstance(self.node, ast.FunctionDef) else set()
+        own = {*statement.uses.stores} | ({*self._local} - parameters)
         return statement.uses.attributes <= own and not self.shows([statement])
 
     def _counts_in(self, statement: Statement) -> bool:
@@ -411,14 +413,14 @@ class _Function:
 
     def _with_called(self, statement: Statement) -> list[ast.stmt]:
         """And the functions of the file that it calls, as far as their names tell all that they do."""
-        found, ahead = list[ast.stmt](), [*statement.nodes]
+        statements, ahead = list[ast.stmt](), [*statement.nodes]
         while ahead:
-            found.append(ahead.pop())
-            calls = [part.func for part in ast.walk(found[-1]) if isinstance(part, ast.Call)]
+            statements.append(ahead.pop())
+            calls = [part.func for part in ast.walk(statements[-1]) if isinstance(part, ast.Call)]
             called = {part.id for part in calls if isinstance(part, ast.Name)}
             ahead += [self.file.functions[name] for name in called & {*self.file.functions}]
-            ahead = [later for later in ahead if later not in found]
-        return found
+            ahead = [later for later in ahead if later not in statements]
+        return statements
 
     def _objects(self, statement: Statement) -> set[str]:
         """Names that it uses, but for modules, and what only its shape is asked of."""
@@ -451,19 +453,19 @@ class _Function:
         if not called & _READING:
             shortens = any(isinstance(part, ast.Delete) for part in statement.parts)
             return shortens or not (_writes_into(statement) or "print" in called)
-        made = {name for part in captured for name in part.uses.stores}
+        results = {name for part in captured for name in part.uses.stores}
         read = _read_names(statement)
-        if steps and not read <= made:
+        if steps and not read <= results:
             return False  # it may read a weight
         in_place = bool(passed.uses.written - self.file.imported or passed.uses.attributes)
         in_place = in_place or any(isinstance(node, ast.AugAssign) for node in passed.nodes)
-        fresh = {name for name in made if "_on_gpu" in name}
+        fresh = {name for name in results if "_on_gpu" in name}
         return not in_place or read <= fresh  # it may write to what is read by another name
 
     def _bind(
         self, region: LiftedLines, block: list[Statement], rest: list[Statement], path: Sequence[_Enclosing]
     ) -> bool:
-        """Fills in what the region is given and what is read of it later. False where its names do not allow it."""
+        """Fills in the region's arguments and results. False where its names do not allow that."""
         flow = Flow(node for statement in region.captured for node in statement.nodes)
         if self._is_seen_elsewhere(flow.stored, path):
             return False
@@ -481,7 +483,7 @@ class _Function:
         if self._goes_back_further(needed, region):
             return False
         order = [*self._local, *needed, *at_times]
-        region.given, region.made = sorted({*needed, *at_times}, key=order.index), results
+        region.arguments, region.results = sorted({*needed, *at_times}, key=order.index), results
         region.values = {name for name in results if self._is_asked_values(name, region, inside)}
         return True
 
@@ -524,17 +526,17 @@ class _Function:
 
     def _with_values(self, before: Iterable[Statement], path: Sequence[_Enclosing]) -> set[str]:
         """Names that have a value when the region is called, in any case. `before`: of its block."""
-        known = {*parameters_of(self.node)} if isinstance(self.node, ast.FunctionDef) else set[str]()
+        names = {*parameters_of(self.node)} if isinstance(self.node, ast.FunctionDef) else set[str]()
         blocks = [[*before], *[statements_of(outer.block)[: outer.place] for outer in path]]
         for statements in blocks:
-            known |= Flow(node for statement in statements for node in statement.nodes).defined
+            names |= Flow(node for statement in statements for node in statement.nodes).defined
         for outer in path:
             match outer.statement:
                 case ast.For(target=target):
-                    known |= {*Uses([target]).stores}
+                    names |= {*Uses([target]).stores}
                 case ast.With(items=items):
-                    known |= {*Uses(item.optional_vars for item in items if item.optional_vars).stores}
-        return known
+                    names |= {*Uses(item.optional_vars for item in items if item.optional_vars).stores}
+        return names
 
     def _may_ask_gradient(self, name: str, line: int) -> bool:
         """Whether a model, or a function of the program's own, makes it last before this line, at one that launches
@@ -545,13 +547,13 @@ class _Function:
         if last is None or _stands_in(self._gradless, last.lineno):
             return False
         calls = [call.func for call in ast.walk(last) if isinstance(call, ast.Call)]
-        if any(isinstance(made, ast.Attribute) and made.attr in _WITHOUT_GRADIENT for made in calls[:1]):
+        if any(isinstance(function, ast.Attribute) and function.attr in _WITHOUT_GRADIENT for function in calls[:1]):
             return False
         if Statement([last]).has(self._launching):  # else it is at most a view of something
             loops = [part for part in self._own if isinstance(part, _LOOPS)]
             values = {stored for loop in loops for stored in Uses([loop]).stores}  # others are there before the loop
-            makers = {base_name(made) for made in calls if isinstance(made, ast.Name) or base_name(made) not in values}
-            unknown = makers - self.file.imported - {*dir(builtins)} - {""}
+            makers = [func for func in calls if isinstance(func, ast.Name) or base_name(func) not in values]
+            unknown = {base_name(func) for func in makers} - self.file.imported - {*dir(builtins)} - {""}
             if any(name not in self.file.functions or self.file.may_call_model(name) for name in unknown):
                 return True
         return any(self._may_ask_gradient(operand, last.lineno) for operand in _names_with_gradients([last.value]))
@@ -731,7 +733,7 @@ def _is_arithmetic(statement: Statement) -> bool:
 
 def _read_names(statement: Statement) -> set[str]:
     """The names of what it reads of the device; "." for what has none of its own, as an attribute."""
-    found = set[str]()
+    names = set[str]()
     for part in statement.parts:
         match part:
             case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in _READING:
@@ -741,8 +743,8 @@ def _read_names(statement: Statement) -> set[str]:
             case _:
                 continue
         if not (isinstance(value, ast.Call) and getattr(value.func, "attr", "") in _READING):
-            found.add(value.id if isinstance(value, ast.Name) else ".")  # else `loss.item()` within `float(...)`
-    return found
+            names.add(value.id if isinstance(value, ast.Name) else ".")  # else `loss.item()` within `float(...)`
+    return names
 
 
 def _counters_of(node: ast.AST) -> Iterable[str]:

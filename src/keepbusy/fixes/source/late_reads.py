@@ -73,9 +73,9 @@ class _Scope:
         shared = self._shared_names()
         return [
             late
-            for name, found in by_name.items()
-            if name not in shared and self._may_wait(name, found)
-            for late in found
+            for name, late_reads in by_name.items()
+            if name not in shared and self._may_wait(name, late_reads)
+            for late in late_reads
         ]
 
     def loop_around(self, node: ast.AST) -> ast.For | ast.While | ast.AsyncFor:
@@ -93,8 +93,8 @@ class _Scope:
         inner = [node for node in ast.walk(self.node) if isinstance(node, _SCOPES) and node is not self.node]
         return {name for scope in inner for name in _used_in(scope)} | self._declared
 
-    def _may_wait(self, name: str, found: list[_LateRead]) -> bool:
-        statements = [late.statement for late in found]
+    def _may_wait(self, name: str, late_reads: list[_LateRead]) -> bool:
+        statements = [late.statement for late in late_reads]
         for statement in statements:
             # else the wait would come anyway, a moment later; or its loop may be left by an error that is caught here
             if _looks(self.loop_around(statement), name, statement) or self._is_tried(statement):
@@ -107,7 +107,7 @@ class _Scope:
         if not is_float and not all(map(self._is_of_known_type, statements)):
             return False  # a whole number is to be one afterwards, too
         ends = max(self._outermost_loop(statement).end_lineno or 0 for statement in statements)
-        if any(late.into_list for late in found):
+        if any(late.into_list for late in late_reads):
             return self._is_private_list(name, ends)
         before = [node for node in stored if node.lineno <= ends]
         begin_as_numbers = all(type(_constant(self._assigned(node))) in (int, float) for node in before)
@@ -158,13 +158,13 @@ class _Scope:
         return is_created
 
     def _outermost_loop(self, node: ast.AST) -> ast.stmt:
-        found: ast.stmt | None = None
+        loop: ast.stmt | None = None
         while node is not self.node:
             node = self._parents[id(node)]
             if isinstance(node, _LOOPS):
-                found = node
-        assert found is not None
-        return found
+                loop = node
+        assert loop is not None
+        return loop
 
     def _only_looks(self, node: ast.Name) -> bool:
         """Whether it is certain that what reads the list here keeps nothing of it."""
@@ -198,13 +198,13 @@ class _Scope:
 
 def _targets(statements: Sequence[ast.stmt]) -> list[ast.expr]:
     """The names that these statements store."""
-    found: list[ast.expr] = []
+    targets: list[ast.expr] = []
     for statement in statements:
         if isinstance(statement, ast.AugAssign):
-            found.append(statement.target)
+            targets.append(statement.target)
         elif isinstance(statement, ast.Assign):
-            found += statement.targets
-    return found
+            targets += statement.targets
+    return targets
 
 
 def _constant(value: ast.AST | None) -> Any:
@@ -293,10 +293,11 @@ def _is_count(value: ast.AST) -> bool:
     """Whether it is how often something is so: `(a == b).sum().item()`. That is a whole number."""
     match value:
         case ast.Call(
-            func=ast.Attribute(value=ast.Call(func=ast.Attribute(value=of, attr="sum"), args=[]), attr="item"), args=[]
+            func=ast.Attribute(value=ast.Call(func=ast.Attribute(value=counted, attr="sum"), args=[]), attr="item"),
+            args=[],
         ):
-            compares = isinstance(of, ast.Call) and getattr(of.func, "attr", "") in _COMPARING
-            return compares or isinstance(of, ast.Compare)
+            compares = isinstance(counted, ast.Call) and getattr(counted.func, "attr", "") in _COMPARING
+            return compares or isinstance(counted, ast.Compare)
     return False
 
 
@@ -413,13 +414,13 @@ class _LateReads(cst.CSTTransformer):
         return super().on_visit(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        made = super().on_leave(original_node, updated_node)
+        result = super().on_leave(original_node, updated_node)
         if self._within and original_node is self._within[-1]:
             self._within.pop()
         elif isinstance(original_node, cst.For | cst.While) and self._line(original_node) in self._loops:
             after = [cst.parse_statement(statement) for statement in self._open.pop().after]
-            return cst.FlattenSentinel([made, *after]) if after else made
-        return made
+            return cst.FlattenSentinel([result, *after]) if after else result
+        return result
 
     def _line(self, node: cst.CSTNode) -> int:
         return int(self.get_metadata(PositionProvider, node).start.line)

@@ -20,10 +20,10 @@ class LiftedLines:
     captured: list[Statement]
     before: list[Statement] = field(default_factory=list)
     after: list[Statement] = field(default_factory=list)
-    given: list[str] = field(default_factory=list)
-    made: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
     values: set[str] = field(default_factory=set)
-    """Of what is made, tensors of which only values are asked: through them nothing goes back."""
+    """Those of the results that are tensors of which only values are read: no backward pass goes through them."""
     name: str = ""
 
     @property
@@ -54,7 +54,7 @@ class LiftRegions(cst.CSTTransformer):
             region = self._regions.get(line)
             if region is None:
                 body.append(statement)
-            elif not any(region is known for known in called):
+            elif not any(region is earlier for earlier in called):
                 called.append(region)
                 body += self._call(region, by_line)
         return updated_node.with_changes(body=body)
@@ -77,14 +77,16 @@ class LiftRegions(cst.CSTTransformer):
 
     def _call(self, region: LiftedLines, by_line: dict[int, Any]) -> list[Any]:
         first, *others = [by_line[statement.first] for statement in region.captured]
-        given, made = ", ".join(region.given), ", ".join(region.made)
+        arguments_text, results_text = ", ".join(region.arguments), ", ".join(region.results)
         names = _PlainNames(region)
         inner = [statement.visit(names) for statement in (first.with_changes(leading_lines=[]), *others)]
-        inner += [cst.parse_statement(f"return {names.listed(region.made, region.values)}")] if made else []
-        function = cst.parse_statement(f"@keepbusy.graph\ndef {region.name}({names.listed(region.given)}):\n    pass\n")
+        inner += [cst.parse_statement(f"return {names.listed(region.results, region.values)}")] if results_text else []
+        function = cst.parse_statement(
+            f"@keepbusy.graph\ndef {region.name}({names.listed(region.arguments)}):\n    pass\n"
+        )
         body = cst.IndentedBlock(inner)
         self._functions.append((region, cst.ensure_type(function, cst.FunctionDef).with_changes(body=body)))
-        call = cst.parse_statement(f"{f'{made} = ' if made else ''}{region.name}({given})")
+        call = cst.parse_statement(f"{f'{results_text} = ' if results_text else ''}{region.name}({arguments_text})")
         call = cst.ensure_type(call, cst.SimpleStatementLine).with_changes(leading_lines=first.leading_lines)
         before, after = ([by_line[statement.first] for statement in moved] for moved in (region.before, region.after))
         return [*before, call, *after]
@@ -96,9 +98,9 @@ class _PlainNames(cst.CSTTransformer):
     def __init__(self, region: LiftedLines) -> None:
         super().__init__()
         parts = [part for statement in region.captured for part in statement.parts]
-        used_names = {part.id for part in parts if isinstance(part, ast.Name)} | {*region.given}
+        used_names = {part.id for part in parts if isinstance(part, ast.Name)} | {*region.arguments}
         self._names: dict[str, str] = {}
-        for name in dict.fromkeys((*region.given, *region.made)):
+        for name in dict.fromkeys((*region.arguments, *region.results)):
             base, _, attribute = name.rpartition(".")
             self._names[name] = f"{base}_{attribute}" if base and attribute in used_names else attribute
             used_names.add(self._names[name])

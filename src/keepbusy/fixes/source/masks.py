@@ -27,7 +27,7 @@ class _MaskedSums(AtLines):
             case cst.Call(
                 func=cst.Attribute(
                     value=cst.Subscript(
-                        value=cst.Name(value=of),
+                        value=cst.Name(value=values),
                         slice=[cst.SubscriptElement(slice=cst.Index(value=cst.Name(value=mask)))],
                     ),
                     attr=cst.Name(value="sum" | "mean" as method),
@@ -35,9 +35,9 @@ class _MaskedSums(AtLines):
                 args=[],
             ):
                 count = f" / {mask}.sum()" if method == "mean" else ""
-                made = cst.parse_expression(f"torch.where({mask}, {of}, 0).sum(){count}")
+                total = cst.parse_expression(f"torch.where({mask}, {values}, 0).sum(){count}")
                 is_whole = isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.Assign | cst.AugAssign)
-                return made if is_whole or not count else cst.parse_expression(f"({text_of(made)})")
+                return total if is_whole or not count else cst.parse_expression(f"({text_of(total)})")
         return updated_node
 
 
@@ -49,7 +49,7 @@ class ConstantMask(NamedTuple):
 
     text: str
     """`train_mask`, or `data.train_mask`."""
-    made: int
+    made_at: int
     """The line at which it has its value, at last."""
 
     @property
@@ -98,16 +98,16 @@ def _mask_at(nodes: list[ast.AST], line: int) -> str:
     it, or a call that counts: what waits there is not known to be the mask."""
     around = [node for node in nodes if isinstance(node, ast.stmt) and _spans(node, line)]
     statement = max(around, key=lambda node: node.lineno, default=None)
-    found = set[str]()
+    texts = set[str]()
     for part in ast.walk(statement) if statement is not None and not hasattr(statement, "body") else ():
         match part:
             case ast.Subscript(slice=ast.Name() | ast.Attribute(value=ast.Name()) as mask):
-                found.add(ast.unparse(mask))
+                texts.add(ast.unparse(mask))
             case ast.Subscript(slice=index) if Uses([index]).loads:
                 return ""
             case ast.Attribute(attr=name) | ast.Name(id=name) if name in _COUNTING:
                 return ""
-    return found.pop() if len(found) == 1 else ""
+    return texts.pop() if len(texts) == 1 else ""
 
 
 def _is_handed_on(nodes: list[ast.AST], text: str, after: int) -> bool:
@@ -167,7 +167,7 @@ class _IndicesOnce(AtLines):
     def leave_SimpleStatementLine(  # noqa: N802
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        made = [cst.parse_statement(mask.once) for mask in self._new if mask.made == self.line(original_node)]
+        made = [cst.parse_statement(mask.once) for mask in self._new if mask.made_at == self.line(original_node)]
         return cst.FlattenSentinel([updated_node, *made])
 
 

@@ -205,12 +205,12 @@ def base_name(node: ast.AST) -> str:
 
 def own_nodes(scope: ast.AST) -> list[ast.AST]:
     """Everything in it, without what stands in other functions, but with these functions."""
-    found: list[ast.AST] = []
+    nodes: list[ast.AST] = []
     for part in ast.iter_child_nodes(scope):
-        found.append(part)
+        nodes.append(part)
         if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            found += own_nodes(part)
-    return found
+            nodes += own_nodes(part)
+    return nodes
 
 
 def shared_names(nodes: Iterable[ast.AST]) -> set[str]:
@@ -229,9 +229,9 @@ def local_names(function: ast.AST) -> dict[str, None]:
 
 
 def parameters_of(function: ast.FunctionDef) -> list[str]:
-    known = function.args
-    given = [*known.posonlyargs, *known.args, *known.kwonlyargs, known.vararg, known.kwarg]
-    return [parameter.arg for parameter in given if parameter is not None]
+    args = function.args
+    parameters = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    return [parameter.arg for parameter in parameters if parameter is not None]
 
 
 def _bound_by(node: ast.AST) -> Iterator[str]:
