@@ -885,6 +885,54 @@ def test_a_method_called_as_one_of_pytorch_is_told_by_what_holds_its_object() ->
     assert "ema.update" not in lifted
 
 
+@pytest.mark.parametrize(
+    ("in_loop", "before", "is_captured"),
+    [
+        ("model = meta.clone()", "", False),  # as of meta-learning
+        ("batch = loader()", "model = meta.clone()", True),
+    ],
+)
+def test_a_function_that_is_given_another_model_each_time_gets_no_graph(
+    in_loop: str, before: str, is_captured: bool
+) -> None:
+    new = captured(f"""\
+        import torch
+
+        def learn(model, optimizer, batches):
+            for x, y in batches:  # loop
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(x), y)  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+
+        def main(meta, loader, optimizer):
+            {before or "pass"}
+            for task in range(100):
+                {in_loop}
+                learn(model, optimizer, loader)
+    """)
+    assert ("@keepbusy.graph" in (new or "")) == is_captured
+
+
+@pytest.mark.parametrize(("calls", "is_captured"), [("for x in loader: sample(x)", False), ("sample(loader)", True)])
+def test_a_function_that_is_made_in_each_call_is_in_no_graph(calls: str, is_captured: bool) -> None:
+    new = captured(f"""\
+        import torch
+
+        def sample(x):
+            def denoise(x):
+                return torch.sin(x)
+            for step in range(10):  # loop
+                slope = denoise(x)  # launches
+                x = x + 0.1 * slope  # launches
+            return x
+
+        def main(loader):
+            {calls}
+    """)
+    assert ("@keepbusy.graph" in (new or "")) == is_captured
+
+
 def test_a_method_named_train_is_no_mode() -> None:
     source = """\
         import keepbusy

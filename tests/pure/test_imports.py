@@ -193,7 +193,7 @@ LINES = {
     "log": 3243,
     "virtual": 10067,
     "causes": 1617,
-    "fixes": 5391,
+    "fixes": 5425,
     "explain": 2520,
     "report": 3301,
     "runtime": 8025,

@@ -230,6 +230,8 @@ class _File:
         self.classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         self.imported = {name for node in imports for name in imported_names(node)}
+        loops = [node for node in nodes if isinstance(node, _LOOPS)]
+        self.calls_in_loops = [(loop, call) for loop in loops for call in ast.walk(loop) if isinstance(call, ast.Call)]
         self.cycles_momentum = any(isinstance(node, ast.Call) and _cycles_momentum(node) for node in nodes)
 
     def counts(self, statement: Statement) -> bool:
@@ -480,7 +482,7 @@ class _Function:
         before = [statement for statement in block if statement not in (*region.captured, *region.after, *rest)]
         if self._may_lack_value([*at_times, *self._local.keys() & needed], region, before, path):
             return False
-        if self._goes_back_further(needed, region):
+        if self._goes_back_further(needed, region) or self._is_given_others_each_time(needed, region):
             return False
         order = [*self._local, *needed, *at_times]
         region.arguments, region.results = sorted({*needed, *at_times}, key=order.index), results
@@ -505,6 +507,24 @@ class _Function:
         it."""
         first = region.captured[0].first
         return any(_goes_back({name}, region.captured) for name in needed if self._may_ask_gradient(name, first))
+
+    def _is_given_others_each_time(self, needed: Iterable[str], region: LiftedLines) -> bool:
+        """Whether each call of this function, from a loop of the file, has the region call other functions, modules or
+        optimizers: a graph keeps those that it was captured with."""
+        if not isinstance(self.node, ast.FunctionDef):
+            return False
+        called = {*needed} & {name for statement in region.captured for name in _objects_called(statement)}
+        nested = {part.name for part in self._own if isinstance(part, ast.FunctionDef)}
+        parameters = parameters_of(self.node)
+        for loop, call in self.file.calls_in_loops:
+            if _last_name(call.func) != self.node.name:
+                continue
+            made = {*Uses(part for part in ast.walk(loop) if _is_made_by_a_call(part)).stores}
+            given = [*zip(parameters, call.args, strict=False), *[(word.arg, word.value) for word in call.keywords]]
+            others = {name for name, value in given if isinstance(value, ast.Name) and value.id in made}
+            if not called.isdisjoint(nested | others):
+                return True
+        return False
 
     def _is_seen_elsewhere(self, stored: Iterable[str], path: Sequence[_Enclosing]) -> bool:
         """Whether others look at names that the region stores, and would find them as they were: functions that it
@@ -777,6 +797,20 @@ def _growing_in(loop: ast.For | ast.While) -> Iterator[int]:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="cat" | "concat"))):
                 if name in carried and name in Uses([part.value]).loads:
                     yield part.lineno
+
+
+def _objects_called(statement: Statement) -> Iterator[str]:
+    """`model` of `model(x)`, `optimizer` of `optimizer.step()`: no tensor is called so."""
+    for part in statement.parts:
+        match part:
+            case ast.Call(func=ast.Name(id=name)):
+                yield name
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="step" | "zero_grad")):
+                yield name
+
+
+def _is_made_by_a_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
 
 
 def _counting_methods(kind: ast.ClassDef) -> set[str]:
