@@ -895,7 +895,7 @@ def test_a_method_called_as_one_of_pytorch_is_told_by_what_holds_its_object() ->
 def test_a_function_that_is_given_another_model_each_time_gets_no_graph(
     in_loop: str, before: str, is_captured: bool
 ) -> None:
-    new = captured(f"""\
+    source = f"""\
         import torch
 
         def learn(model, optimizer, batches):
@@ -910,8 +910,10 @@ def test_a_function_that_is_given_another_model_each_time_gets_no_graph(
             for task in range(100):
                 {in_loop}
                 learn(model, optimizer, loader)
-    """)
-    assert ("@keepbusy.graph" in (new or "")) == is_captured
+    """
+    assert ("@keepbusy.graph" in (captured(source) or "")) == is_captured
+    lines = CapturedLines("train.py", "learn", ((6, 4), (7, 20), (8, 9)), ())
+    assert refused_lines(dedent(source), lines) == (set() if is_captured else {6, 7, 8})  # by nobody
 
 
 @pytest.mark.parametrize(("calls", "is_captured"), [("for x in loader: sample(x)", False), ("sample(loader)", True)])

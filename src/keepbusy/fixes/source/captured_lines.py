@@ -139,6 +139,8 @@ def refused_lines(source: str, lines: CapturedLines) -> set[int]:
         return set()
     if function is None:
         return set()
+    if function.objects_of_each_call():
+        return {line for line, _ in lines.launching}
     nodes = [node for node in own_nodes(function.node) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
     refused = [statement for statement in (Statement([node]) for node in nodes) if function.is_refused(statement)]
     return {line for line, _ in lines.launching if any(statement.has([line]) for statement in refused)}
@@ -482,7 +484,7 @@ class _Function:
         before = [statement for statement in block if statement not in (*region.captured, *region.after, *rest)]
         if self._may_lack_value([*at_times, *self._local.keys() & needed], region, before, path):
             return False
-        if self._goes_back_further(needed, region) or self._is_given_others_each_time(needed, region):
+        if self._goes_back_further(needed, region) or not self.objects_of_each_call().isdisjoint(needed):
             return False
         order = [*self._local, *needed, *at_times]
         region.arguments, region.results = sorted({*needed, *at_times}, key=order.index), results
@@ -508,23 +510,22 @@ class _Function:
         first = region.captured[0].first
         return any(_goes_back({name}, region.captured) for name in needed if self._may_ask_gradient(name, first))
 
-    def _is_given_others_each_time(self, needed: Iterable[str], region: LiftedLines) -> bool:
-        """Whether each call of this function, from a loop of the file, has the region call other functions, modules or
-        optimizers: a graph keeps those that it was captured with."""
+    def objects_of_each_call(self) -> set[str]:
+        """Functions, modules and optimizers that each call of this function, from a loop of the file, makes or is given
+        anew: a graph keeps those that it was captured with."""
         if not isinstance(self.node, ast.FunctionDef):
-            return False
-        called = {*needed} & {name for statement in region.captured for name in _objects_called(statement)}
+            return set()
+        found, parameters = set[str](), parameters_of(self.node)
         nested = {part.name for part in self._own if isinstance(part, ast.FunctionDef)}
-        parameters = parameters_of(self.node)
         for loop, call in self.file.calls_in_loops:
-            if _last_name(call.func) != self.node.name:
-                continue
-            made = {*Uses(part for part in ast.walk(loop) if _is_made_by_a_call(part)).stores}
-            given = [*zip(parameters, call.args, strict=False), *[(word.arg, word.value) for word in call.keywords]]
-            others = {name for name, value in given if isinstance(value, ast.Name) and value.id in made}
-            if not called.isdisjoint(nested | others):
-                return True
-        return False
+            if _last_name(call.func) == self.node.name:
+                made = {*Uses(part for part in ast.walk(loop) if _is_made_by_a_call(part)).stores}
+                given = [
+                    *zip(parameters, call.args, strict=False),
+                    *[(word.arg or "", word.value) for word in call.keywords],
+                ]
+                found |= nested | {name for name, value in given if isinstance(value, ast.Name) and value.id in made}
+        return found & {name for part in self._own for name in _objects_called(part)}
 
     def _is_seen_elsewhere(self, stored: Iterable[str], path: Sequence[_Enclosing]) -> bool:
         """Whether others look at names that the region stores, and would find them as they were: functions that it
@@ -799,14 +800,13 @@ def _growing_in(loop: ast.For | ast.While) -> Iterator[int]:
                     yield part.lineno
 
 
-def _objects_called(statement: Statement) -> Iterator[str]:
+def _objects_called(part: ast.AST) -> Iterator[str]:
     """`model` of `model(x)`, `optimizer` of `optimizer.step()`: no tensor is called so."""
-    for part in statement.parts:
-        match part:
-            case ast.Call(func=ast.Name(id=name)):
-                yield name
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="step" | "zero_grad")):
-                yield name
+    match part:
+        case ast.Call(func=ast.Name(id=name)):
+            yield name
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="step" | "zero_grad")):
+            yield name
 
 
 def _is_made_by_a_call(node: ast.AST) -> bool:

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from keepbusy.runtime.graph.names_read import is_a
 from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.graph.user_lines import line_within
 from keepbusy.runtime.module_parts import own_weights
@@ -91,7 +92,9 @@ class Participants:
 
     def add_weights(self, values: Iterable[Any]) -> None:
         """Those among these values, which the step finds by names."""
-        self._leaves |= {id(value): value for value in values if is_weight(value) and has_memory(value)}
+        self._leaves |= {
+            id(value): value for value in values if is_a(value, Tensor) and is_weight(value) and has_memory(value)
+        }
 
     def _note_scaler(self, scaler: torch.amp.GradScaler, optimizer: Optimizer | None) -> None:
         if scaler.is_enabled():  # else it has no state
