@@ -21,7 +21,7 @@ def test_the_same_function_at_the_same_line_of_two_files_is_two_places(tmp_path:
         functions.append(names["called"])
     first, second = functions
     assert first.__code__ == second.__code__  # to Python they are the same
-    numbers = [called(lambda: places.here()) for called in (first, second, first)]
+    numbers = [called(lambda: places.current_place()) for called in (first, second, first)]
     assert numbers[0] == numbers[2] != numbers[1]
     assert ["a.py" in told[numbers[0]][-1], "b.py" in told[numbers[1]][-1]] == [True, True]
 

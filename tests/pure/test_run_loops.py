@@ -39,7 +39,7 @@ class Program:
         return self.clock.first_thread.moment()
 
     def op(self, host: int, device: int = 0, wait: bool = False) -> bool:
-        place = self.places.here(sys._getframe(1))
+        place = self.places.current_place(sys._getframe(1))
         self.clock.work(host, "", place)
         if device:
             self.clock.begin("aten::mm", place)
@@ -51,7 +51,7 @@ class Program:
 
     def annotated(self, name: str, host: int = 100, device: int = 50) -> None:
         """An operator within something that has a name, as an optimizer's step or a pass backward."""
-        place = self.places.here(sys._getframe(2))
+        place = self.places.current_place(sys._getframe(2))
         self.clock.enter(FrameKind.ANNOTATION, name, place)
         operator(self.clock, self.stream, device, place=place)
         self.clock.work(host, "", place)

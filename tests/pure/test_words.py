@@ -32,6 +32,8 @@ AVOIDED = {
     "instead of": r"\bin place of\b",
 }
 """By the word to use: what nobody says to a colleague."""
+EMPTY_NAMES = {"one", "told", "mine", "ours", "theirs", "met", "came", "here"}
+"""Of variables, functions and attributes."""
 WORD = "word"
 """What a value that is filled in counts as."""
 
@@ -103,6 +105,25 @@ def test_advice_is_short_and_in_plain_words() -> None:
 def test_documents_are_in_plain_words(path: Path) -> None:
     text = re.sub(r"```.*?```|<[^>]*>|\]\([^)]*\)", "", path.read_text(encoding="utf-8"), flags=re.S)
     assert avoided_in(text) == []
+
+
+def test_variables_say_what_they_hold() -> None:
+    bound = {
+        f"{path.name}:{node.lineno} {name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in _bound_names(node) & EMPTY_NAMES
+    }
+    assert not bound
+
+
+def _bound_names(node: ast.AST) -> set[str]:
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+            return {name}
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+    return set()
 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:

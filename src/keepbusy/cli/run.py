@@ -289,14 +289,14 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     from keepbusy.fix.source.from_plan import check_names, rewriting_of
 
     check_names(options.without, options.also)
-    kept, again = _plan_of(options, before), _plainly(options)
+    kept, command = _plan_of(options, before), _plainly(options)
     in_its_folder = _script_of(kept.command) == options.script and kept.folder == _current_folder()
     recorded = {Path(kept.folder, source).resolve() for source in kept.sources}
     if not in_its_folder and Path(options.script).resolve() not in recorded:
         other = shlex.join(kept.command or kept.sources) or "another program"
         raise BadInput(
             f"--fix takes its plan from a recorded run of this program, and {before.name} is one of `{other}`; "
-            f"record one first: `{again}`."
+            f"record one first: `{command}`."
         )
     with where_it_ran(kept):
         places = [place.file for fix in kept.plan for place in fix.where]
@@ -307,7 +307,7 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
         if file.stat().st_mtime > before.stat().st_mtime:
             raise BadInput(
                 f"{shown(str(file))} has changed since the run that --fix takes its plan from; "
-                f"record it again: `{again}`."
+                f"record it again: `{command}`."
             )
     made.save(path)
 

@@ -77,7 +77,7 @@ class Places:
         self._codes: dict[int, CodeType] = {}
         self._known: dict[tuple[Any, ...], int] = {}
 
-    def here(self, frame: FrameType | None = None) -> int:
+    def current_place(self, frame: FrameType | None = None) -> int:
         """The place of the caller's caller, or of `frame`."""
         frame = sys._getframe(2) if frame is None else frame
         kinds = self._kinds

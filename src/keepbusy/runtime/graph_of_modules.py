@@ -27,9 +27,9 @@ class CalledModule:
     def worth_a_graph(self) -> list[CalledModule]:
         """Of the modules that it called, those with enough work; each once."""
         of_module: dict[nn.Module, CalledModule] = {}
-        for one in self.called:
-            if one.launches >= _FEWEST and one.module is not None and may_have_graphs(one.module):
-                of_module.setdefault(one.module, one)
+        for call in self.called:
+            if call.launches >= _FEWEST and call.module is not None and may_have_graphs(call.module):
+                of_module.setdefault(call.module, call)
         return [*of_module.values()]
 
 
@@ -94,8 +94,8 @@ class GraphedModules:
         return bool(self._forwards)
 
     def _add(self, called: CalledModule) -> None:
-        for one in called.worth_a_graph():
-            self._add_graph(one, one.module)
+        for inner in called.worth_a_graph():
+            self._add_graph(inner, inner.module)
 
     def _add_graph(self, called: CalledModule, module: Any) -> None:
         def instead() -> None:

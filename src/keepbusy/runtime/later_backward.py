@@ -29,14 +29,14 @@ class LaterBackward:
     def __init__(self, results: list[Any], inputs: list[Tensor], weights: Iterable[Tensor]) -> None:
         """`inputs`: the memory that the graph of the call reads its arguments from."""
         self.places = [
-            place for place, one in enumerate(results) if isinstance(one, Tensor) and one.grad_fn is not None
+            place for place, result in enumerate(results) if isinstance(result, Tensor) and result.grad_fn is not None
         ]
         """Of the results that have a gradient."""
         self._outputs: list[Tensor] = [results[place] for place in self.places]
-        self.inputs = [place for place, one in enumerate(inputs) if one.requires_grad]
+        self.inputs = [place for place, tensor in enumerate(inputs) if tensor.requires_grad]
         """Places of the arguments that have one."""
         own = [inputs[place] for place in self.inputs]
-        self.weights = [weight for weight in weights if all(weight is not one for one in own)]
+        self.weights = [weight for weight in weights if all(weight is not source for source in own)]
         self._sources = [*own, *self.weights]
         self._given = [torch.empty_like(output) for output in self._outputs]
         self._last: Callable[[], ReplayedCall | None] = lambda: None
@@ -50,11 +50,14 @@ class LaterBackward:
         for place, gradient in enumerate(found):
             if gradient is not None:
                 self._by_type.setdefault(gradient.dtype, []).append(place)
-        self._alike = [torch.empty_like(one, device="meta") if one is not None else None for one in found]
+        self._alike = [
+            torch.empty_like(source_gradient, device="meta") if source_gradient is not None else None
+            for source_gradient in found
+        ]
         return [[flatten_tensors([found[place] for place in places])] for places in self._by_type.values()]
 
     def captured(self, graph: torch.cuda.CUDAGraph, flat: list[list[Tensor]]) -> None:
-        self._graph, self._flat = graph, [one for (one,) in flat]
+        self._graph, self._flat = graph, [gradients for (gradients,) in flat]
         del self._outputs  # and with them what autograd remembers
 
     def has_hooks(self) -> bool:
@@ -76,9 +79,9 @@ class LaterBackward:
         last = self._last()
         return last is not None and not last.is_over
 
-    def replayed(self, again: Callable[[], list[Tensor]], sources: list[Tensor]) -> ReplayedCall:
+    def replayed(self, made_again: Callable[[], list[Tensor]], sources: list[Tensor]) -> ReplayedCall:
         """To be called before the forward replay. `again` runs the call as it is written, from what it found."""
-        call = ReplayedCall(self, again, sources)
+        call = ReplayedCall(self, made_again, sources)
         self._last = weakref.ref(call)
         return call
 
@@ -107,8 +110,8 @@ class LaterBackward:
 class ReplayedCall:
     """One call: how its backward pass is made when it comes."""
 
-    def __init__(self, later: LaterBackward, again: Callable[[], list[Tensor]], sources: list[Tensor]) -> None:
-        self._later, self._again, self._sources = later, again, sources
+    def __init__(self, later: LaterBackward, made_again: Callable[[], list[Tensor]], sources: list[Tensor]) -> None:
+        self._later, self._again, self._sources = later, made_again, sources
         self.is_over = False
 
     def go_back(self, given: Gradients) -> Gradients:

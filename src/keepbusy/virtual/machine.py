@@ -151,7 +151,7 @@ class Machine(DeviceTensors):
         self._begin()
         host = self.clock.first_thread
         assert isinstance(host.real, HostTime)
-        self._sampler = PlaceSampler(host, host.real, self.places.here)
+        self._sampler = PlaceSampler(host, host.real, self.places.current_place)
         self._sampler.begin()
 
     def _time_between_operators(self, square: Tensor, bias: Tensor) -> int:
@@ -176,7 +176,7 @@ class Machine(DeviceTensors):
     def pause_at(self) -> tuple[HostThread, int]:
         """The same, and the place of the call: see `place`."""
         host = self.pause()
-        place, sampler = self.places.here(), self._sampler
+        place, sampler = self.places.current_place(), self._sampler
         if sampler is not None and (sampler.samples or host.unwritten_time > NOISE_LIMIT):
             self._catch_up(sampler, host, place)
         return host, place
@@ -188,7 +188,7 @@ class Machine(DeviceTensors):
 
     def place(self) -> int:
         """The place of the call, after the program's work up to it is written down."""
-        place = self.places.here()
+        place = self.places.current_place()
         if self._sampler is not None:
             self._catch_up(self._sampler, self.clock.host(), place)
         return place
@@ -247,7 +247,7 @@ class Machine(DeviceTensors):
     def origin_here(self) -> Origin:
         """The place where a stream or an event is made, by which its name in the program is found."""
         with self.clock.host():
-            return self.clock.order.new_origin(self.places.here())
+            return self.clock.order.new_origin(self.places.current_place())
 
     def timeline(self, **facts: Any) -> Timeline:
         """The run so far, with its loops if it used a device. `facts` are added to those known here."""

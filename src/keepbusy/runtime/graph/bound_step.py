@@ -43,8 +43,8 @@ class BoundArguments:
         return bound, inputs, {name: option for name, option in options.items() if name not in self._options}
 
     def bind(self, step: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> BoundStep:
-        at = {place: arguments[place] for place in self._places if place < len(arguments)}
-        return BoundStep(step, at, {name: options[name] for name in self._options if name in options})
+        by_place = {place: arguments[place] for place in self._places if place < len(arguments)}
+        return BoundStep(step, by_place, {name: options[name] for name in self._options if name in options})
 
 
 class BoundStep:
@@ -56,8 +56,8 @@ class BoundStep:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         arguments = [*inputs]
-        for place, one in self._places.items():  # from the first on
-            arguments.insert(place, one)
+        for place, argument in self._places.items():  # from the first on
+            arguments.insert(place, argument)
         return self.__wrapped__(*arguments, **options, **self._options)
 
     def of(self, step: Callable[..., Any]) -> BoundStep:
@@ -70,12 +70,14 @@ class BoundStep:
             parameters = [*inspect.signature(self.__wrapped__).parameters]
         except (TypeError, ValueError):  # it is written in C
             parameters = []
-        at = {parameters[place] if place < len(parameters) else f"argument {place}": place for place in self._places}
-        return {name: self._places[place] for name, place in at.items()} | self._options
+        by_name = {
+            parameters[place] if place < len(parameters) else f"argument {place}": place for place in self._places
+        }
+        return {name: self._places[place] for name, place in by_name.items()} | self._options
 
 
 def identity(bound: list[Any]) -> tuple[Any, ...]:
-    return tuple([one if isinstance(one, _SETTINGS) else id(one) for one in bound])
+    return tuple([argument if isinstance(argument, _SETTINGS) else id(argument) for argument in bound])
 
 
 def _is_input(argument: Any) -> bool:

@@ -86,7 +86,7 @@ class StepCall:
         """Raises if there is an argument that a graph can neither take in nor keep."""
         for leaf in self.leaves:
             if not isinstance(leaf, Tensor | torch.nn.Module | torch.amp.GradScaler | type) and any(
-                isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()
+                isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()
             ):
                 raise Uncapturable(
                     f"an argument is a {type(leaf).__name__} that holds tensors, which a graph would keep as they are; "
@@ -130,7 +130,7 @@ _TENSOR: Any = object()
 def _shape_of(value: Any, leaves: list[Any]) -> Any:
     kind = value.__class__
     if kind is dict or kind is list or (issubclass(kind, tuple) and (kind is tuple or hasattr(kind, "_fields"))):
-        parts = [_shape_of(one, leaves) for one in (value.values() if kind is dict else value)]
+        parts = [_shape_of(inner, leaves) for inner in (value.values() if kind is dict else value)]
         return _Shape(kind, list(value) if kind is dict else None, parts, all(part is _TENSOR for part in parts))
     leaves.append(value)
     return _TENSOR if isinstance(value, Tensor) else value
@@ -147,13 +147,15 @@ def _fits(value: Any, shape: Any, tensors: list[Tensor]) -> bool:
     if bare:
         tensors += value  # whether they are any is asked of all together
         return True
-    for one, part in zip(value, parts, strict=True):
+    for inner, part in zip(value, parts, strict=True):
         if part is _TENSOR:
-            tensors.append(one)
+            tensors.append(inner)
         elif part.__class__ is _Shape:
-            if not _fits(one, part, tensors):
+            if not _fits(inner, part, tensors):
                 return False
-        elif one is not part and (part.__class__ not in PLAIN or one.__class__ is not part.__class__ or one != part):
+        elif inner is not part and (
+            part.__class__ not in PLAIN or inner.__class__ is not part.__class__ or inner != part
+        ):
             return False
     return True
 
@@ -268,15 +270,15 @@ class Inputs:
         self._taken, self._arrived = torch.cuda.Event(), torch.cuda.Event()
         # hundreds of tensors of one type are copied with one launch
         self._by_type: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
-        for place, one in enumerate(self.static):
-            places, static = self._by_type.setdefault(one.dtype, ([], []))
+        for place, memory in enumerate(self.static):
+            places, static = self._by_type.setdefault(memory.dtype, ([], []))
             places.append(place)
-            static.append(one)
+            static.append(memory)
         with torch.no_grad():
             self.fill(tensors)
         self._versions = [tensor._version for tensor in self.static]
-        for one, tensor in zip(self.static, tensors, strict=True):
-            one.requires_grad_(tensor.requires_grad)
+        for memory, tensor in zip(self.static, tensors, strict=True):
+            memory.requires_grad_(tensor.requires_grad)
 
     def fill(self, tensors: list[Tensor]) -> None:
         """Enqueue what brings them here. A batch of the host may be changed once `wait` has returned."""
@@ -302,8 +304,8 @@ class Inputs:
         """After the capture: which arguments the step writes to."""
         self.written = [
             place
-            for place, (one, version) in enumerate(zip(self.static, self._versions, strict=True))
-            if one._version != version
+            for place, (static, version) in enumerate(zip(self.static, self._versions, strict=True))
+            if static._version != version
         ]
 
     def hand_back(self, tensors: list[Tensor]) -> None:
@@ -328,7 +330,7 @@ class CapturedCall:
         self.later = later
         """Its backward pass, if that comes after the call."""
         self._graph, self._inputs, self._outputs, self.gradients = graph, inputs, outputs, gradients
-        self._entered = [one for one in gradients if one.needed and one.entry is not None]
+        self._entered = [gradient for gradient in gradients if gradient.needed and gradient.entry is not None]
         self.pattern = pattern
         self.replays = 0
         self.is_doubted = False
@@ -356,7 +358,7 @@ class CapturedCall:
         """Whether its memory is needed for a backward pass that may still come."""
         return self.later is not None and self.later.is_awaited()
 
-    def replay_before_backward(self, tensors: list[Tensor], again: Callable[[], Any]) -> Any:
+    def replay_before_backward(self, tensors: list[Tensor], made_again: Callable[[], Any]) -> Any:
         """Autograd can go back from what it returns. `again` runs the call as it is written, from the state that it
         finds now."""
         later = self.later
@@ -364,7 +366,7 @@ class CapturedCall:
         leaves: list[Any] = []
 
         def forward() -> tuple[list[Tensor], Callable[[Any], Any]]:
-            call = later.replayed(lambda: later.outputs_of(again()), sources)
+            call = later.replayed(lambda: later.outputs_of(made_again()), sources)
             self._inputs.fill(tensors)
             self._enqueue(tensors)
             leaves.extend(self._outputs.copied_leaves())
@@ -417,8 +419,8 @@ def capture_call(
         outputs, leaves = Outputs(returned, participants.gathering()), flatten_result(returned)[0]
         if gradients.may_go_back(leaves):
             if any(
-                one.requires_grad != tensor.requires_grad
-                for one, tensor in zip(inputs.static, call.tensors, strict=True)
+                static.requires_grad != tensor.requires_grad
+                for static, tensor in zip(inputs.static, call.tensors, strict=True)
             ):
                 raise Uncapturable("it has an argument require a gradient that did not; do so outside of the step")
             later = LaterBackward(leaves, inputs.static, weights_behind(leaves))
@@ -486,7 +488,7 @@ def capture(
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 graph.capture_end()
-            is_empty = any("CUDA Graph is empty" in str(one.message) for one in said)
+            is_empty = any("CUDA Graph is empty" in str(warning.message) for warning in said)
         except Exception as error:
             line = next((line for frame, line in walk_tb(error.__traceback__) if frame.f_code is code), 0)
             reason = Uncapturable(_reason_of(error), line)
@@ -559,10 +561,10 @@ _SYNC_MESSAGES = re.compile(
 
 def _reason_of(error: Exception) -> str:
     line, text = line_of(error), (str(error).strip() or type(error).__name__).splitlines()[0]
-    at = f"at {line} " if line else "somewhere "
+    where = f"at {line} " if line else "somewhere "
     if _SYNC_MESSAGES.search(text):
         return (
-            f"{at}{HOST_COPY}, and a graph replays device work alone; "
+            f"{where}{HOST_COPY}, and a graph replays device work alone; "
             "move that out of the step, or read the value later"
         )
-    return f"{at}capturing it failed with «{text}»"
+    return f"{where}capturing it failed with «{text}»"

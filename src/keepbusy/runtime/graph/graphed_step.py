@@ -161,7 +161,7 @@ class GraphKey:
     def has_in_place(self, gradients: list[HeldGradient]) -> bool:
         """Whether each tensor had the gradient that it has after a replay."""
         found = dict(zip(self._leaves, self._gradients, strict=True))
-        return all(found.get(id(one.leaf), self) is one.exit for one in gradients)
+        return all(found.get(id(held.leaf), self) is held.exit for held in gradients)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [*chain.from_iterable([optimizer.param_groups for optimizer in self._optimizers])]
@@ -338,7 +338,7 @@ class Rehearsal:
         after = self.host.read()
         self._changes = changes_between(before, after)
         places = bound_anew(self.host, before, after) if self._changes and self._eager.bound is None else []
-        if places and not gradients.may_go_back([one.read() for one in places if not one.is_made_by_a_hook()]):
+        if places and not gradients.may_go_back([anew.read() for anew in places if not anew.is_made_by_a_hook()]):
             self._eager.bound, self._changes = BoundAnew(places), []
             self._calls.append(self._second_call)  # which shows whether that was all
         kind, first = self._returned
@@ -352,8 +352,10 @@ class Rehearsal:
         if self._calls or self._changes or not self.participants.have_state():
             return False
         seen, now = self._numbers, call.numbers()
-        changing = [at for at in now if len({now[at], *(one.get(at) for one in seen)}) == len(seen) + 1]
-        whole = next((now[at] for at in changing if type(now[at]) is int), None)
+        changing = [
+            place for place in now if len({now[place], *(earlier.get(place) for earlier in seen)}) == len(seen) + 1
+        ]
+        whole = next((now[place] for place in changing if type(now[place]) is int), None)
         if whole is not None:  # it may count or choose
             self.finding = f"the argument {whole!r} is another number at each call; pass it as a tensor"
             return False
@@ -363,8 +365,8 @@ class Rehearsal:
         )
         self.key = GraphKey(self.participants, self._names, self.rates)
         self.key.add(self._trained)
-        kind, taken = call.kind, StepCall(*call.given, self.changing).kind
-        self.kind = (*taken, *self.key.kind()) if self.changing or kind == self._seen else None
+        kind, taken_in = call.kind, StepCall(*call.given, self.changing).kind
+        self.kind = (*taken_in, *self.key.kind()) if self.changing or kind == self._seen else None
         return True
 
     def _find_line(self, call: StepCall) -> Any:
@@ -373,18 +375,18 @@ class Rehearsal:
         tracer = LineTracer(self.host.reader(traced.key), code_of(self._eager.step))
         with self.participants.watching() as gradients:
             returned = as_replayed(tracer.run(lambda: self._eager.run(call)), gradients)
-        again, known = changes_between(before, self.host.read()), {change.key for change in self._changes}
-        if any(change.key == traced.key for change in again):
+        repeated, known = changes_between(before, self.host.read()), {change.key for change in self._changes}
+        if any(change.key == traced.key for change in repeated):
             self.finding = f"at {tracer.found} it {traced.why}" if tracer.found else f"it {traced.why}"
             self.line = tracer.line_of_step
         else:
-            self._changes, self._seen = [change for change in again if change.key in known], call.kind
+            self._changes, self._seen = [change for change in repeated if change.key in known], call.kind
         return returned
 
 
 def constants_of(returned: Any) -> list[Any]:
     """Numbers and texts that a step returns."""
-    return [one for one in flatten_result(returned)[0] if type(one) in PLAIN]
+    return [leaf for leaf in flatten_result(returned)[0] if type(leaf) in PLAIN]
 
 
 def as_replayed(returned: Any, gradients: Gradients) -> Any:
@@ -488,8 +490,8 @@ class StepGraphs:
                 continue
             pairs = [
                 (old, new)
-                for old, new, one, other in zip(captured.read, named, known[first:], kind[first:], strict=True)
-                if one != other
+                for old, new, part, other in zip(captured.read, named, known[first:], kind[first:], strict=True)
+                if part != other
             ]
             is_each_its_own = len({id(new) for _, new in pairs}) == len(pairs)
             if is_each_its_own and all(_may_exchange(old, new, named) for old, new in pairs):
@@ -526,8 +528,8 @@ class StepGraphs:
         return returned
 
     def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
-        def eagerly(one: StepCall) -> Any:
-            returned = self._worth.time_eager(lambda: self._as_written(one))
+        def eagerly(repeated: StepCall) -> Any:
+            returned = self._worth.time_eager(lambda: self._as_written(repeated))
             return returned if captured.later is not None else detached(returned)
 
         try:
@@ -607,12 +609,12 @@ class StepGraphs:
             returned = as_replayed(self._eager(call), gradients)
         changes, known = changes_between(before, self._host.read()), self._changed.get(kind, set())
         self._unsteady[kind] += bool(changes)
-        again = next((change for change in changes if change.key in known), None)
-        if not again and self._unsteady[kind] == UNSTEADY_CALLS:
-            again = changes[0]
-        if again:
-            self._warn(f"eagerly for some arguments: it {again.why}")
-        self._capturable[kind] = None if changes and not again else not again
+        repeated = next((change for change in changes if change.key in known), None)
+        if not repeated and self._unsteady[kind] == UNSTEADY_CALLS:
+            repeated = changes[0]
+        if repeated:
+            self._warn(f"eagerly for some arguments: it {repeated.why}")
+        self._capturable[kind] = None if changes and not repeated else not repeated
         self._changed[kind] = {change.key for change in changes}
         self._key.add([gradient.leaf for gradient in gradients.held()])
         self._key.remember_places()
@@ -622,9 +624,9 @@ class StepGraphs:
         """Whether graphs take in floats from here on of which they kept a value each: nothing else is new."""
         places = {1 + place: place for place, number in call.numbers().items() if type(number) is float}
         more = set[int]()
-        for known in (one for one in self._capturable if len(one) == len(kind)):
-            new = {at for at, (one, other) in enumerate(zip(kind, known, strict=True)) if one != other}
-            more |= {places[at] for at in new} if new <= places.keys() else set()
+        for known in (kind_seen for kind_seen in self._capturable if len(kind_seen) == len(kind)):
+            new = {place for place, (part, other) in enumerate(zip(kind, known, strict=True)) if part != other}
+            more |= {places[place] for place in new} if new <= places.keys() else set()
         if more:
             self._changing |= more
             self._forget()
@@ -685,7 +687,7 @@ class StepGraphs:
 
 
 def _may_exchange(old: Any, new: Any, named: list[Any]) -> bool:
-    if not (is_a(old, Tensor) and is_a(new, Tensor)) or any(one is old for one in named):
+    if not (is_a(old, Tensor) and is_a(new, Tensor)) or any(value is old for value in named):
         return False
     alike = (old.shape, old.dtype, old.device, old.layout) == (new.shape, new.dtype, new.device, new.layout)
     return alike and old.is_contiguous() and new.is_contiguous() and is_alone(old) and is_alone(new)
@@ -748,15 +750,15 @@ class Graphed(Generic[P, R]):
     def _all_parts(self) -> list[Graphed[..., Any]]:
         """Those that its calls with other objects have been divided into among them."""
         steps: list[Graphed[..., Any]] = [self, *self._bound.values()]
-        parts = [part for one in steps if one._parts is not None for part in one._parts.graphed]
-        modules = [made for one in steps if one._modules is not None for made in one._modules.graphed]
+        parts = [part for step in steps if step._parts is not None for part in step._parts.graphed]
+        modules = [made for step in steps if step._modules is not None for made in step._modules.graphed]
         return parts + [made for made in modules if made.calls]
 
     def report(self) -> str:
         """How its calls were run, and why not otherwise."""
         names = ("replayed", *["compared"] * bool(self._tally["compared"]), "captured", "eager")
         counts = ", ".join(f"{self._tally[name]} {name}" for name in names)
-        why = next((one for one in (self._why, *(inner._why for inner in self._bound.values())) if one), "")
+        why = next((reason for reason in (self._why, *(inner._why for inner in self._bound.values())) if reason), "")
         whole = f"{self.name}: {counts}" + (f"; {why}" if why else "")
         return "\n".join([whole, *[part.report() for part in self._all_parts()]])
 

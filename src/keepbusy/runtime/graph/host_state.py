@@ -51,7 +51,7 @@ class HostState:
         found = self._participants
         named = [(name.label, name.read()) for name in self.names.reads]
         others = (*found.modules, *found.optimizers, *found.schedulers, *found.scalers)
-        return reach(named, [(type(one).__name__, one) for one in others])
+        return reach(named, [(type(participant).__name__, participant) for participant in others])
 
     def _readers(self) -> Iterator[tuple[StateKey, Callable[[], Any]]]:
         yield ("the random numbers of the host", 0), random_state
@@ -120,7 +120,7 @@ class _Place(NamedTuple):
             return self.holder
         held = vars(self.holder)
         of_module = (held.get(kind) or {} for kind in ("_parameters", "_buffers"))
-        return next((one for one in of_module if self.name in one), held)
+        return next((part for part in of_module if self.name in part), held)
 
 
 class BoundAnew:
@@ -141,7 +141,9 @@ class BoundAnew:
             now = [place.read() for place in self._places]
         except (KeyError, IndexError):  # it is gone
             return False
-        return all(is_a(one, Tensor) and _are_alike(one, kept) for one, kept in zip(now, self.kept, strict=True))
+        return all(
+            is_a(tensor, Tensor) and _are_alike(tensor, kept) for tensor, kept in zip(now, self.kept, strict=True)
+        )
 
     @contextmanager
     def kept_in_place(self) -> Iterator[None]:
@@ -164,7 +166,7 @@ class BoundAnew:
         now = [place.read() for place in self._places]
         bound = [pair for pair in zip(self.kept, now, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
         if bound:
-            _copy_all([kept for kept, _ in bound], [one for _, one in bound])
+            _copy_all([kept for kept, _ in bound], [tensor for _, tensor in bound])
             self._bind(self.kept)
 
     def _bind(self, tensors: list[Tensor]) -> None:
@@ -172,12 +174,17 @@ class BoundAnew:
             place.bind(tensor)
 
 
-def _like(one: Tensor, made: Tensor) -> Tensor:
-    return torch.nn.Parameter(made, one.requires_grad) if is_a(one, torch.nn.Parameter) else made
+def _like(tensor: Tensor, made: Tensor) -> Tensor:
+    return torch.nn.Parameter(made, tensor.requires_grad) if is_a(tensor, torch.nn.Parameter) else made
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+def _are_alike(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.layout) == (
+        other.shape,
+        other.dtype,
+        other.device,
+        other.layout,
+    )
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -204,7 +211,7 @@ def bound_anew(host: HostState, before: dict[StateKey, Any], after: dict[StateKe
             places += [(_Place(objects[key], None), old.own)] if old.own != new.own else []
         else:
             return []
-        if not all(place is not None and _may_be_kept(place, one) for place, one in places):
+        if not all(place is not None and _may_be_kept(place, value) for place, value in places):
             return []
         found |= {(id(place.holder), place.name): place for place, _ in places if place is not None}
     needed = COPIES_KEPT * sum(place.read().nbytes for place in found.values())
@@ -278,7 +285,7 @@ def _counts_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _stages_of(scaler: torch.amp.GradScaler) -> list[str]:
-    return [str(one["stage"]) for one in states_by_optimizer(scaler).values()]
+    return [str(state["stage"]) for state in states_by_optimizer(scaler).values()]
 
 
 def settings(group: dict[str, Any]) -> tuple[Any, ...]:
@@ -332,7 +339,7 @@ def _rollback_of_optimizer(optimizer: Optimizer) -> Callable[[], None]:
     def restore() -> None:
         for group, before in zip(optimizer.param_groups, groups, strict=False):
             group.update(before)
-        for parameter in [one for one in optimizer.state if id(one) not in known]:
+        for parameter in [weight for weight in optimizer.state if id(weight) not in known]:
             del optimizer.state[parameter]
         for _, state, before in states:
             state.clear()

@@ -100,7 +100,7 @@ class StepNames:
         for label, value in values:
             self._ahead.append(value)
             if is_a(value, ModuleType, type):
-                self._ahead += [one for _, one in self._namespace(label, value, names)]
+                self._ahead += [inner for _, inner in self._namespace(label, value, names)]
             else:
                 self._ahead += _methods(value, names)
 
@@ -161,7 +161,9 @@ def names_of(code: CodeType, variable: str) -> CodeNames:
     if "super" in names.outer:  # which finds the object by itself
         return names
     instructions = [*dis.get_instructions(code)]
-    for place, (name, argument) in enumerate([(one.opname, one.argval) for one in instructions]):
+    for place, (name, argument) in enumerate(
+        [(instruction.opname, instruction.argval) for instruction in instructions]
+    ):
         loaded = argument if isinstance(argument, tuple) else (argument,)  # some load two
         if variable not in loaded or name.endswith(("_ATTR", "_METHOD", "_CONST", "_GLOBAL", "_NAME")):
             continue
@@ -214,7 +216,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
         for place in ("_parameters", "_buffers", "_modules"):
             held |= held.pop(place, {})
     elif is_a(value, Optimizer):
-        held |= {f"state[{place}]": one for place, one in enumerate(held.pop("state", {}).values())}
+        held |= {f"state[{place}]": state for place, state in enumerate(held.pop("state", {}).values())}
     return held
 
 
@@ -222,11 +224,11 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def _class_data(kind: type) -> list[tuple[type, str]]:
     """What the user's classes hold for all of their objects: no methods."""
     found = []
-    for one in reversed(kind.__mro__):
-        file = getattr(sys.modules.get(one.__module__), "__file__", None)
+    for base in reversed(kind.__mro__):
+        file = getattr(sys.modules.get(base.__module__), "__file__", None)
         if isinstance(file, str) and is_users(file):
-            data = [(name, held) for name, held in vars(one).items() if not name.startswith("__")]
-            found += [(one, name) for name, held in data if not callable(held) and not hasattr(type(held), "__get__")]
+            data = [(name, held) for name, held in vars(base).items() if not name.startswith("__")]
+            found += [(base, name) for name, held in data if not callable(held) and not hasattr(type(held), "__get__")]
     return found
 
 
@@ -236,7 +238,7 @@ def _methods(owner: Any, names: CodeNames) -> list[Any]:
     if owner is None or kind in PLAIN or is_a(owner, FunctionType, MethodType):
         return []
     named = [getattr(kind, label, None) for label in (*names.attributes, "__call__")]
-    return [MethodType(one, owner) for one in named if isinstance(one, FunctionType)]
+    return [MethodType(function, owner) for function in named if isinstance(function, FunctionType)]
 
 
 def constant(value: Any) -> Any:

@@ -110,7 +110,9 @@ class Participants:
         """Those whose gradients are, by their identity: of embeddings that say so, and where there are gradients."""
         tables = [module for module in self.modules if getattr(module, "sparse", False)]
         of_tables = {id(weight) for module in tables for weight in own_weights(module)}
-        return of_tables | {id(one) for one in self.gathering() if one.grad is not None and one.grad.is_sparse}
+        return of_tables | {
+            id(tensor) for tensor in self.gathering() if tensor.grad is not None and tensor.grad.is_sparse
+        }
 
     def gathering(self) -> list[Tensor]:
         """Every tensor known that may gather a gradient."""
@@ -119,7 +121,7 @@ class Participants:
             weight for optimizer in self.optimizers for group in optimizer.param_groups for weight in group["params"]
         ]
         known = {id(weight): weight for weight in (*weights, *stepped, *self._leaves.values())}
-        return [one for one in known.values() if one.requires_grad and one.is_leaf]
+        return [tensor for tensor in known.values() if tensor.requires_grad and tensor.is_leaf]
 
 
 class HeldGradient(NamedTuple):
@@ -158,8 +160,10 @@ class Gradients:
 
     def may_go_back(self, returned: Iterable[Any]) -> bool:
         """Whether a backward pass from one of these values may follow: none has freed a part of its graph yet."""
-        for one in returned:
-            nodes = _nodes_behind([one.grad_fn]) if isinstance(one, Tensor) and one.grad_fn is not None else None
+        for result in returned:
+            nodes = (
+                _nodes_behind([result.grad_fn]) if isinstance(result, Tensor) and result.grad_fn is not None else None
+            )
             if nodes is not None and not any(_FREED in node.metadata for node in nodes):
                 return True
         return False
@@ -167,11 +171,11 @@ class Gradients:
     def note_backward(self, outputs: Any, keeps_graph: bool) -> None:
         """The leaves that it will reach."""
         nodes: list[Any] = []
-        for one in [outputs] if isinstance(outputs, Tensor | GradientEdge) else [*outputs]:
-            if isinstance(one, Tensor) and one.is_leaf:
-                self._note([one])
+        for output in [outputs] if isinstance(outputs, Tensor | GradientEdge) else [*outputs]:
+            if isinstance(output, Tensor) and output.is_leaf:
+                self._note([output])
             else:  # a tensor, or an edge of the graph of gradients
-                nodes.append(one.grad_fn if isinstance(one, Tensor) else one.node)
+                nodes.append(output.grad_fn if isinstance(output, Tensor) else output.node)
         for node in _nodes_behind(nodes):
             if type(node).__name__ == "AccumulateGrad":
                 self._note([node.variable])
@@ -213,7 +217,7 @@ def is_weight(result: Any) -> bool:
 
 def weights_behind(results: Iterable[Any]) -> list[Tensor]:
     """The tensors that would gather gradients in a backward pass from these."""
-    ends = [one.grad_fn for one in results if isinstance(one, Tensor) and one.grad_fn is not None]
+    ends = [result.grad_fn for result in results if isinstance(result, Tensor) and result.grad_fn is not None]
     return [node.variable for node in _nodes_behind(ends) if type(node).__name__ == "AccumulateGrad"]
 
 
@@ -224,7 +228,7 @@ def _nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
     while ahead:
         node = ahead.pop()
         yield node
-        following = {one for one, _ in node.next_functions if one is not None} - seen
+        following = {following_node for following_node, _ in node.next_functions if following_node is not None} - seen
         seen |= following
         ahead += following
 
@@ -315,7 +319,7 @@ def _watch(watcher: _Watcher) -> None:
 
 def _unwatch(watcher: _Watcher) -> None:
     with _LOCK:
-        _WATCHERS[:] = [one for one in _WATCHERS if one is not watcher]
+        _WATCHERS[:] = [kept for kept in _WATCHERS if kept is not watcher]
         while _RESTORES and not _WATCHERS:
             _RESTORES.pop()()
 
@@ -341,7 +345,7 @@ def _tell_scaler(scaler: torch.amp.GradScaler, /, optimizer: Optimizer | None = 
         watcher.scaler(scaler, optimizer)
 
 
-def _showing(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], None]:
+def _showing(owner: Any, name: str, show: Callable[..., None]) -> Callable[[], None]:
     """Each call shows its arguments to the watchers."""
     function = vars(owner)[name]
     signature = inspect.signature(function)
@@ -352,7 +356,7 @@ def _showing(owner: Any, name: str, tell: Callable[..., None]) -> Callable[[], N
             (_, first), *others = signature.bind(*arguments, **options).arguments.items()
         except TypeError:  # the call itself says what is wrong with it
             return function(*arguments, **options)
-        tell(first, **dict(others))
+        show(first, **dict(others))
         return function(*arguments, **options)
 
     def restore() -> None:

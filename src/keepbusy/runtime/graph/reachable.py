@@ -183,13 +183,13 @@ def _users_of(tensor: Tensor) -> int:
     return int(storage_users(tensor.untyped_storage()._cdata))
 
 
-def exchange_memory(one: Tensor, other: Tensor) -> None:
+def exchange_memory(tensor: Tensor, other: Tensor) -> None:
     """Each holds what it held, where the other one lay."""
     with torch.no_grad():
-        kept = one.clone()
-        one.copy_(other)
+        kept = tensor.clone()
+        tensor.copy_(other)
         other.copy_(kept)
-        one.data, other.data = other.data, one.data
+        tensor.data, other.data = other.data, tensor.data
 
 
 def content_sum(storage: torch.UntypedStorage) -> Tensor:

@@ -53,7 +53,11 @@ class WrittenTensors:
     def watching(self, is_captured: bool = False) -> Iterator[None]:
         """While the step runs. In a capture nothing changes yet, but PyTorch counts what is to be written."""
         saved = self._saved_anyway()
-        tensors = [(label, one) for label, one in self._device_tensors() if id(one) not in saved and not is_small(one)]
+        tensors = [
+            (label, reached)
+            for label, reached in self._device_tensors()
+            if id(reached) not in saved and not is_small(reached)
+        ]
         before = [writes_to(tensor) for _, tensor in tensors]
         sums = [] if is_captured else _sums(tensors)
         yield
@@ -112,7 +116,7 @@ class SavedTensors:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         self._held = [bytes_of(storage) for storage in storages.values()]
         try:
-            copies = [torch.empty_like(one) for one in self._held]
+            copies = [torch.empty_like(held) for held in self._held]
         except torch.OutOfMemoryError:
             copies = [*map(_copy, self._held)]
         else:
@@ -175,7 +179,7 @@ class Outcome(NamedResults):
         named += [(f"the gradient of `{labels.get(id(leaf), 'a weight')}`", leaf.grad) for leaf in leaves]
         if is_kept:
             saved = SavedTensors([value for _, value in named if isinstance(value, Tensor)])
-            named = [(label, saved.saved(one) if isinstance(one, Tensor) else one) for label, one in named]
+            named = [(label, saved.saved(value) if isinstance(value, Tensor) else value) for label, value in named]
         named.append(("the state of random numbers", torch.cuda.get_rng_state()))
         self.named = named
 
@@ -243,8 +247,10 @@ def gradients_compared(later: LaterBackward, returned: Any, tensors: list[Tensor
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
 
     def named(gradients: Gradients) -> NamedResults:
-        known = [f"`{labels[id(one)]}`" if id(one) in labels else "an argument or a weight" for one in sources]
-        return NamedResults([(f"the gradient of {label}", one) for label, one in zip(known, gradients, strict=True)])
+        known = [f"`{labels[id(source)]}`" if id(source) in labels else "an argument or a weight" for source in sources]
+        return NamedResults(
+            [(f"the gradient of {label}", gradient) for label, gradient in zip(known, gradients, strict=True)]
+        )
 
     def go_back(given: Gradients) -> Gradients:
         if torch.is_grad_enabled() or not later.is_last(call):
@@ -269,22 +275,22 @@ def gradients_compared(later: LaterBackward, returned: Any, tensors: list[Tensor
     return tree_unflatten(leaves, spec)
 
 
-def difference(made: NamedResults, replayed: NamedResults, again: Callable[[], NamedResults]) -> str:
+def difference(made: NamedResults, replayed: NamedResults, replay_again: Callable[[], NamedResults]) -> str:
     """Why what was replayed cannot stand in for what an eager call made; "" where they are the same, or as far apart
     as replays are among themselves."""
     differing, spread = _places_that_differ(made, replayed), dict[int, float]()
     for _ in range(_MOST_REPLAYS):
         if not differing:
             return ""
-        other = again()
+        other = replay_again()
         differing = [place for place in differing if not _varies(place, replayed, made, other, spread)]
     if not differing:
         return ""
     (label, value), (_, other_value) = made.named[differing[0]], replayed.named[differing[0]]
     distance = _distance(value, other_value)
-    by = "" if distance == float("inf") else f" by up to {distance:.2g}"
+    distance_text = "" if distance == float("inf") else f" by up to {distance:.2g}"
     return (
-        f"a replay and an eager call from the same state differ in {label}{by}, "
+        f"a replay and an eager call from the same state differ in {label}{distance_text}, "
         "so the step depends on something that no replay renews"
     )
 
@@ -293,9 +299,9 @@ def _places_that_differ(made: NamedResults, replayed: NamedResults) -> list[int]
     return [place for place in _differing(replayed, made) if not _is_rounding(place, replayed, made)]
 
 
-def _differing(one: NamedResults, other: NamedResults) -> list[int]:
+def _differing(first: NamedResults, other: NamedResults) -> list[int]:
     """Places of values that differ. What was compared on the GPU is read at once: one wait, however many there are."""
-    pairs = [(value, made) for (_, value), (_, made) in zip(one.named, other.named, strict=True)]
+    pairs = [(value, made) for (_, value), (_, made) in zip(first.named, other.named, strict=True)]
     small = [place for place, pair in enumerate(pairs) if _are_small_and_alike(*pair)]
     known = {*small} if small and _all_same([pairs[place] for place in small]) else set()
     same: list[Any] = [place in known or _same_bits(*pair) for place, pair in enumerate(pairs)]
@@ -307,12 +313,12 @@ def _differing(one: NamedResults, other: NamedResults) -> list[int]:
     return [place for place, found in enumerate(same) if not found]
 
 
-def _are_small_and_alike(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or not (one.is_cuda and other.is_cuda):
+def _are_small_and_alike(first: Any, other: Any) -> bool:
+    if not isinstance(first, Tensor) or not isinstance(other, Tensor) or not (first.is_cuda and other.is_cuda):
         return False
-    alike = one.dtype == other.dtype and one.shape == other.shape and one.layout is torch.strided
-    here = one.get_device() == other.get_device() == torch.cuda.current_device()
-    return alike and here and one.nbytes <= SAVED_ALWAYS
+    alike = first.dtype == other.dtype and first.shape == other.shape and first.layout is torch.strided
+    is_on_current_device = first.get_device() == other.get_device() == torch.cuda.current_device()
+    return alike and is_on_current_device and first.nbytes <= SAVED_ALWAYS
 
 
 def _all_same(pairs: list[tuple[Tensor, Tensor]]) -> bool:
@@ -325,41 +331,46 @@ def _bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _same_bits(one: Any, other: Any) -> Any:
+def _same_bits(first: Any, other: Any) -> Any:
     """True or False, or of tensors on a GPU the answer as a tensor there."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other)
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if not isinstance(first, Tensor) or not isinstance(other, Tensor):
+        return type(first) is type(other) and bool(first == other)
+    if first.dtype != other.dtype or first.shape != other.shape:
         return False
-    bits, other_bits = [_bits_of(value.detach().to(one.device)) for value in (one, other)]
+    bits, other_bits = [_bits_of(value.detach().to(first.device)) for value in (first, other)]
     same = (bits == other_bits).all()
     return same if same.is_cuda else bool(same)
 
 
 def _is_rounding(place: int, replayed: NamedResults, made: NamedResults) -> bool:
     """Whether both are what the same numbers add up to in two orders. In sixteen bits a rounding hides too much."""
-    one, other = replayed.named[place][1], made.named[place][1]
-    distance = _distance(one, other)
-    if distance == float("inf") or not (one.is_floating_point() or one.is_complex()) or one.dtype.itemsize < 4:
+    value, other = replayed.named[place][1], made.named[place][1]
+    distance = _distance(value, other)
+    if distance == float("inf") or not (value.is_floating_point() or value.is_complex()) or value.dtype.itemsize < 4:
         return False
-    return distance <= AS_FAR * torch.finfo(one.dtype).eps * float(other.detach().abs().max())
+    return distance <= AS_FAR * torch.finfo(value.dtype).eps * float(other.detach().abs().max())
 
 
 def _varies(
-    place: int, replayed: NamedResults, made: NamedResults, again: NamedResults, spread: dict[int, float]
+    place: int, replayed: NamedResults, made: NamedResults, replayed_again: NamedResults, spread: dict[int, float]
 ) -> bool:
     """Whether replays differ among themselves, and the eager call from them by little more."""
-    first, eager, other = [outcome.named[place][1] for outcome in (replayed, made, again)]
+    first, eager, other = [outcome.named[place][1] for outcome in (replayed, made, replayed_again)]
     if _same_bits(eager, other):
         return True
     spread[place] = max(spread.get(place, 0.0), _distance(first, other))
     return _distance(first, eager) <= AS_FAR * spread[place]
 
 
-def _distance(one: Any, other: Any) -> float:
+def _distance(first: Any, other: Any) -> float:
     """Between the numbers that are furthest apart; infinite where they cannot be compared."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape or not one.numel():
+    if (
+        not isinstance(first, Tensor)
+        or not isinstance(other, Tensor)
+        or first.shape != other.shape
+        or not first.numel()
+    ):
         return float("inf")
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    found = float((one.detach().to(wide) - other.detach().to(one.device, wide)).abs().max())
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    found = float((first.detach().to(wide) - other.detach().to(first.device, wide)).abs().max())
     return found if found == found else float("inf")

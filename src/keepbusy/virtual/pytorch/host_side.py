@@ -468,7 +468,7 @@ def _price(name: str, args: tuple[Any, ...], result: Any) -> None:
         host = MACHINE.clock.host()
         host.modelled_time += duration
         if host.modelled_time > _SHORTEST_ROW * (1 + host.sampled_places.total()):
-            host.sampled_places[MACHINE.places.here()] += 1
+            host.sampled_places[MACHINE.places.current_place()] += 1
     else:
         with HostOperator(f"aten::{name}"):
             MACHINE.clock.work(duration)

@@ -388,7 +388,7 @@ def _efficient_zeros(size: Any, *, device: torch.device | None = None, **options
     make = partial(_aten.zeros.default if VALUES.real else _aten.empty.memory_format, size, dtype=options.get("dtype"))
     host = make()
     result = MACHINE.place_on(host, CURRENT.index(device))
-    MACHINE.use([], [result], MACHINE.stream(CURRENT.index(device)), MACHINE.places.here())
+    MACHINE.use([], [result], MACHINE.stream(CURRENT.index(device)), MACHINE.places.current_place())
     _repeat(CURRENT.index(device), make, host)
     return result
 

@@ -188,7 +188,7 @@ def note_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], resul
     if not (name.endswith("_like") or name.startswith("new_") or name in _WRITES_FORM):
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         reads |= any(tensor.untyped_storage().data_ptr() not in storages for tensor in results if _is_dense(tensor))
-    host = Command(HOST, 0, MACHINE.places.here())
+    host = Command(HOST, 0, MACHINE.places.current_place())
     for tensor in in_use:
         writes = any(tensor is target for target in written)
         if writes:
@@ -200,7 +200,7 @@ def note_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], resul
 def note_pickling(tensor: Tensor) -> None:
     """The program pickles a tensor, which calls no function of the tensor."""
     if type(tensor) in _PLAIN_KINDS and _is_dense(tensor) and _is_in_use(tensor):
-        MACHINE.use_pinned(tensor, False, Command(HOST, 0, MACHINE.places.here()))
+        MACHINE.use_pinned(tensor, False, Command(HOST, 0, MACHINE.places.current_place()))
 
 
 def _is_in_use(tensor: Tensor) -> bool:
