@@ -189,7 +189,7 @@ LINES = {
     "timeline": 3288,
     "traces": 2361,
     "program": 3371,
-    "torch_names": 681,
+    "torch_names": 687,
     "log": 3243,
     "virtual": 10067,
     "causes": 1617,

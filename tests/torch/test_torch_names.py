@@ -11,7 +11,7 @@ import pytest
 from warm_python import WarmPython
 
 from keepbusy import torch_names
-from keepbusy.torch_names import PROBES, MissingName, attribute, look_up, place, probe_all, takes
+from keepbusy.torch_names import PROBES, MissingName, attribute, look_up, place, probe_all, register, takes
 
 DOCTOR = "from keepbusy.cli import main; main(['doctor'])"
 
@@ -71,6 +71,13 @@ def test_a_probe_says_what_is_wrong(own_probes: list[Any], path: str, holds: Any
     if wrong == "is missing":
         with pytest.raises(MissingName, match="run keepbusy doctor"):
             found()
+
+
+def test_a_name_of_a_later_pytorch_is_not_missed(own_probes: list[Any]) -> None:
+    for since in ((99, 0), (2, 0)):
+        register("json:_no_such_name", "nothing works", since=since)
+    (probe,) = own_probes
+    assert probe.finding()
 
 
 def test_an_attribute_is_known_by_the_methods_that_set_it(own_probes: list[Any]) -> None:

@@ -62,8 +62,11 @@ def _exists(_found: Any) -> bool:
 # was found.
 
 
-def register(path: str, lost: str, holds: Callable[[Any], object] = _exists) -> None:
-    """Of what is imported in the ordinary way, as classes are that types need, or used where it stands."""
+def register(path: str, lost: str, holds: Callable[[Any], object] = _exists, since: tuple[int, ...] = ()) -> None:
+    """Of what is imported in the ordinary way, as classes are that types need, or used where it stands. `since`: the
+    version of PyTorch that brought it; earlier ones need none."""
+    if since and tuple(map(int, re.findall(r"\d+", resolve_name("torch:__version__"))[:2])) < since:
+        return
     PROBES.append(Probe(path.replace(":", "."), lost, lambda: holds(_found(path))))
 
 
@@ -76,9 +79,11 @@ def look_up(path: str, lost: str, holds: Callable[[Any], object] = callable) -> 
         return _Missing(path)
 
 
-def later(path: str, lost: str, holds: Callable[[Any], object] = callable) -> Callable[..., Any]:
+def later(
+    path: str, lost: str, holds: Callable[[Any], object] = callable, since: tuple[int, ...] = ()
+) -> Callable[..., Any]:
     """Calls what stands there then: of a module that not every program imports, or replaced by the virtual GPU."""
-    register(path, lost, holds)
+    register(path, lost, holds, since)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return resolve_name(path)(*args, **kwargs)
