@@ -51,7 +51,7 @@ without_function_modes = look_up("torch._C:DisableTorchFunction", _NO_REPLAY)
 _TRACKER, _NO_TRACKER = "torch.utils._cuda_debug:_CUDAGraphInputLivenessTracker", "captures do not check their inputs"
 _POOLS = ("capture_pool", "capture_pools")
 """What the check takes: one pool, or a list since PyTorch 2.15."""
-_SINCE = (2, 12)
+_SINCE = (2, 13)
 input_liveness = later(_TRACKER, _NO_TRACKER, since=_SINCE)
 register(f"{_TRACKER}.check_alive", _NO_TRACKER, lambda check: [*signature(check).parameters][1] in _POOLS, _SINCE)
 
