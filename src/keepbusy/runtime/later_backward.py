@@ -80,7 +80,7 @@ class LaterBackward:
         return last is not None and not last.is_over
 
     def replayed(self, made_again: Callable[[], list[Tensor]], sources: list[Tensor]) -> ReplayedCall:
-        """To be called before the forward replay. `again` runs the call as it is written, from what it found."""
+        """To be called before the forward replay. `made_again` runs the call as it is written, from what it found."""
         call = ReplayedCall(self, made_again, sources)
         self._last = weakref.ref(call)
         return call

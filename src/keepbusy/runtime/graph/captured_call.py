@@ -359,8 +359,8 @@ class CapturedCall:
         return self.later is not None and self.later.is_awaited()
 
     def replay_before_backward(self, tensors: list[Tensor], made_again: Callable[[], Any]) -> Any:
-        """Autograd can go back from what it returns. `again` runs the call as it is written, from the state that it
-        finds now."""
+        """Autograd can go back from what it returns. `made_again` runs the call as it is written, from the state that
+        it finds now."""
         later = self.later
         assert later is not None
         leaves: list[Any] = []
