@@ -12,7 +12,7 @@ from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.explain.kept_plan import KeptPlan
 from keepbusy.fixes.definition import CapturedLines
 from keepbusy.report.verdict import fixed_lines
-from keepbusy.timeline.run_facts import LOOP, Part
+from keepbusy.timeline.run_facts import LOOP, CutShort, Part
 
 CAPTURED = (CapturedLines("train.py", "train", ((8, 20), (9, 4)), (7, 11)),)
 
@@ -55,7 +55,10 @@ def test_an_iteration_is_told_of_the_loop_that_the_plan_is_about(loop: str, told
 def test_the_run_is_held_against_one_of_the_same_command(command: str, row: list[str]) -> None:
     after = replace(STALLED, loop="", command=("train.py",), run=Part("run", time=ms(20)))
     made = {"written": [("graph", "train.py:4")], "left": [], "loop": "", "step": 0, "usual": 0, "length": ms(40)}
-    assert fixed_lines(made | {"command": command.split()}, [], after)[1:] == row
+    made["command"] = command.split()
+    assert fixed_lines(made, [], after)[1:] == row
+    cut_short = replace(after, cut_short=CutShort("SIGTERM"))
+    assert fixed_lines(made, [], cut_short)[1:] == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": [1]}', '{"plan": [{"fix": "graph"}]}'])

@@ -63,7 +63,7 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
     rows += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
     rows += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
     if made["written"]:
-        is_comparable = diagnosis.command == tuple(made["command"])
+        is_comparable = diagnosis.command == tuple(made["command"]) and diagnosis.cut_short is None
         of_run = made["length"], diagnosis.run.time if diagnosis.run is not None and is_comparable else 0
         for what, (before, now) in (("an iteration", _iteration(made, diagnosis)), ("the run", of_run)):
             if before > 0 and now > 0 and before != now:
