@@ -196,7 +196,7 @@ LINES = {
     "fixes": 5425,
     "explain": 2520,
     "report": 3301,
-    "runtime": 8061,
+    "runtime": 8063,
     "cli": 3909,
     "fix": 1559,
 }

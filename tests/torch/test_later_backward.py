@@ -144,6 +144,23 @@ def test_gradients_add_up() -> None:
     assert found[0] == found[1]
 
 
+def test_more_calls_than_there_may_be_graphs_go_on_eagerly_until_their_backward_pass() -> None:
+    """As of a cell that is called for each word."""
+    found = []
+    for wrap in (plain, keepbusy.graph):
+        model = network().eval()
+        call = wrap(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                sum(call(x).square().mean() for x, _, _ in batches()[:12]).backward()
+        found.append([weight.grad.tolist() for weight in model.parameters()])
+    assert found[0] == found[1]
+    assert call.replays >= 8
+    (message,) = said
+    assert "it keeps 8 graphs, and a backward pass through each of them may still come" in str(message.message)
+
+
 class Doubled(torch.autograd.Function):
     """Its backward pass depends on the host."""
 

@@ -338,7 +338,7 @@ class Rehearsal:
         after = self.host.read()
         self._changes = changes_between(before, after)
         places = bound_anew(self.host, before, after) if self._changes and self._eager.bound is None else []
-        if places and not gradients.may_go_back([anew.read() for anew in places if not anew.is_made_by_a_hook()]):
+        if places and not gradients.may_go_back([bound.read() for bound in places if not bound.is_made_by_a_hook()]):
             self._eager.bound, self._changes = BoundAnew(places), []
             self._calls.append(self._second_call)  # which shows whether that was all
         kind, first = self._returned
@@ -675,6 +675,8 @@ class StepGraphs:
 
     def _new_in(self, call: StepCall, kind: Any) -> str:
         """What no call before had: as a rule a shape, or a setting that a schedule writes."""
+        if kind[-1] is _AGAIN:
+            return "a backward pass through each of them may still come"
         labels = [*call.labels(), *self._key.labels()]
         same_parts = [other for other in self._capturable if len(other) == len(kind)]
         if not same_parts:
