@@ -118,22 +118,16 @@ class PlaceSampler:
         """Note where the program is, and how long the sample delayed it, which on a busy machine may be long."""
         if self._host.pauses:  # in a call of ours, whose time does not count
             return
-        ran_before, self._ran = self._ran, clock_gettime_ns(self._processor)
-        at_work = self._at_work()
-        moment = perf_counter_ns()
-        with at_rest():
+        moment, ran = perf_counter_ns(), clock_gettime_ns(self._processor)
+        with at_rest():  # before anything lets the program run on, as reading a file does
             frame = sys._current_frames().get(self.thread)
             if frame is not None:
                 self.samples.append((moment, self._place(frame)))
             del frame  # it would keep the program's variables alive
-        if self._ran - ran_before > _THREAD_SWITCH:  # a sleeping program is not delayed
-            # waits for a core between the two readings do not count
-            duration = perf_counter_ns() - moment
-            self._cost += max(0, duration - (self._at_work() - at_work)) + _THREAD_SWITCH
-
-    def _at_work(self) -> int:
-        """How long the program has run or waited for a core."""
-        return clock_gettime_ns(self._processor) + self._time.without_core()
+        if ran - self._ran > _THREAD_SWITCH:  # a sleeping program is not delayed
+            ran_meanwhile = clock_gettime_ns(self._processor) - ran
+            self._cost += max(0, perf_counter_ns() - moment - ran_meanwhile) + _THREAD_SWITCH
+        self._ran = ran
 
     def take(self) -> tuple[int, list[tuple[int, int]]]:
         """The cost of the samples since the last call, and the samples: of several in a row at one place, the last."""
