@@ -21,6 +21,7 @@ import numpy as np
 from keepbusy.causes.cause import FindingBuilder
 from keepbusy.causes.cause_inputs import IN_A_ROW, CauseInputs
 from keepbusy.causes.places import Where, by_place, named
+from keepbusy.fixes.creating import MAKERS, RANDOM_MAKERS
 from keepbusy.fixes.definition import CapturedLines, Fix, PlacedCause
 from keepbusy.fixes.source.name_flow import own_nodes
 from keepbusy.timeline.frame_roles import Role, source_line
@@ -65,7 +66,7 @@ class Capture(NamedTuple):
 def capture_of(inputs: CauseInputs, fixes: Sequence[Fix]) -> Capture:
     """What graphs can hold, once all waits are gone that a fix removes. Statements that are captured can be parted from
     a wait that stands beside them, but not from one within what they call."""
-    waits = np.flatnonzero(inputs.is_sync & ~inputs.waits_for_large_copy)
+    waits = np.flatnonzero(inputs.is_sync & ~inputs.waits_for_large_copy & ~_of_constants(inputs))
     goes, nothing = np.zeros(len(inputs.timeline), bool), FindingBuilder("host_sync", inputs.timeline).finding()
     by_hand, elsewhere, edits = dict[tuple[str, str], list[Ints]](), list[str](), list[tuple[str, Where]]()
     masked = list[Where]()
@@ -310,7 +311,44 @@ def _stays(inputs: CauseInputs, goes: Mask, reads: Mask) -> Mask:
     crosses = inputs.is_copy & np.isin(spans.direction, (Direction.HOST_TO_DEVICE, Direction.DEVICE_TO_HOST))
     copies = np.append(crosses, False)[inputs.command] & (inputs.command != NONE)
     must_stay = (inputs.is_sync & ~goes) | (copies & ~reads) | (inputs.loader_frame != NONE) | inputs.is_heavy
-    return (must_stay | inputs.within(Role.OBJECTS)) & ~inputs.timeline.on_device & ~inputs.by_workers
+    must_stay = (must_stay | inputs.within(Role.OBJECTS)) & ~_of_constants(inputs)
+    return must_stay & ~inputs.timeline.on_device & ~inputs.by_workers
+
+
+@lru_cache(maxsize=1)
+def _of_constants(inputs: CauseInputs) -> Mask:
+    """The host's rows that copy to the GPU what a statement makes on the CPU of numbers alone, or wait for that copy:
+    a graph holds the copy. What a backward pass copies to the GPU it has of its forward pass."""
+    spans, result = inputs.timeline.spans, np.zeros(len(inputs.timeline), bool)
+    copied = np.where(inputs.command != NONE, inputs.command, 0)
+    brings = (inputs.command != NONE) & inputs.is_copy[copied] & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
+    places = by_place(inputs, np.flatnonzero(brings & ~inputs.timeline.on_device))
+    made = {file: made_of_numbers(text) for file, text in sources_at(inputs, {where.file for where in places}).items()}
+    for where, rows in places.items():
+        if where.file in made and len({*spans.size[copied[rows]].tolist()}) <= made[where.file][where.line]:
+            result[rows] = True
+    result |= brings & inputs.within(Role.BACKWARD) & np.isin(spans.size[copied], spans.size[copied[result]])
+    waits = np.flatnonzero(inputs.is_sync & (inputs.copy_of_sync != NONE))
+    result[waits] = result[inputs.last_launch[waits]]
+    return result
+
+
+def made_of_numbers(source: str) -> Counter[int]:
+    """How many tensors each line's statement makes on the CPU of numbers that are no random ones."""
+    try:
+        statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    except (SyntaxError, ValueError):
+        return Counter()
+    makers, made = {f"torch.{name}" for name in MAKERS - RANDOM_MAKERS}, Counter[int]()
+    for statement in statements:
+        parts = [
+            part for field in ast.iter_child_nodes(statement) if isinstance(field, ast.expr) for part in ast.walk(field)
+        ]
+        calls = [part for part in parts if isinstance(part, ast.Call) and ast.unparse(part.func) in makers]
+        count = sum("device" not in [keyword.arg for keyword in call.keywords] for call in calls)
+        for line in {part.lineno for part in parts if isinstance(part, ast.expr)} if count else ():
+            made[line] = max(made[line], count)
+    return made
 
 
 def _computes(inputs: CauseInputs, goes: Mask) -> Mask:
