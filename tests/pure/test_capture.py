@@ -213,6 +213,30 @@ def test_functions_that_draw_random_numbers_are_known_by_their_lines() -> None:
     assert drawing_lines("def broken(:") == {}
 
 
+SETTING = """\
+def warm_up(optimizer, step):
+    optimizer.param_groups[0]["lr"] = step / 100
+
+class Trainer:
+    def train_step(self, x):
+        for i, group in enumerate(self.optimizer.param_groups):
+            group["lr"] *= 0.99
+        return self.model(x)
+
+def train(model, x):
+    warm_up(optimizer, x.shape[0])
+    optimizer.step()
+    states["last"] = x
+
+def step():
+    seen["lr"] = 1
+"""
+
+
+def test_functions_that_set_an_optimizers_settings_are_known_with_those_that_call_them() -> None:
+    assert drawing_lines(SETTING) == {2: 2, 6: 1, 7: 2, 8: 1, 11: 2, 12: 1, 13: 1}
+
+
 def test_what_calls_a_function_that_draws_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No replay would draw anew."""
 

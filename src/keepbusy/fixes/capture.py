@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,15 +213,19 @@ def _holds_steps(inputs: CauseInputs) -> Mask:
 
 
 def _calls_what_draws(inputs: CauseInputs) -> Mask:
-    """Frames that call a function in which random numbers of the CPU are drawn: a replay would not draw them anew. That
-    is seen in the sources alone."""
+    """Frames that call a function in which random numbers of the CPU are drawn or an optimizer's settings are set: a
+    replay would not do it anew. That is seen in the sources alone. Within a frame of PyTorch's the lines around it may
+    stand once more."""
     frames, names = inputs.timeline.frames, inputs.timeline.names
     places = [source_line(name) for name in names]
     sources = sources_at(inputs, {place[0] for place in places if place})
     drawing = {file: drawing_lines(source) for file, source in sources.items()}
     draws = np.array([drawing.get(place[0], {}).get(place[1], 0) if place else 0 for place in places] or [0])
-    draws = draws[frames.name]
-    parted = np.concatenate([frames.parent[draws > 0], np.flatnonzero(draws == _AT_THE_DRAW)])
+    found = np.flatnonzero(draws[frames.name])
+    for around in islice(outwards(frames, found), 1, None):
+        found = np.where(np.append(frames.name, NONE)[around] == frames.name[found], NONE, found)
+    found = found[found != NONE]
+    parted = np.concatenate([frames.parent[found], found[draws[frames.name[found]] == _AT_THE_DRAW]])
     result = np.zeros(len(frames), bool)
     for frame in outwards(frames, parted[parted != NONE]):
         result[frame] = True
@@ -232,23 +236,51 @@ _AT_THE_DRAW = 2
 
 
 def drawing_lines(source: str) -> dict[int, int]:
-    """Lines of functions that draw random numbers of Python or NumPy: 1, and `_AT_THE_DRAW` where they do."""
+    """Lines of functions that draw random numbers of Python or NumPy or set an optimizer's settings, themselves or in a
+    function of the file that they call: 1, and `_AT_THE_DRAW` where they do."""
     try:
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     except (SyntaxError, ValueError):
         return {}
-    drawing = dict[int, int]()
-    for function in functions:
-        own = [part for part in own_nodes(function) if isinstance(part, ast.stmt | ast.expr)]
-        draws = [part.lineno for part in own if isinstance(part, ast.Call) and _draws(ast.unparse(part.func))]
-        if draws:
-            drawing |= {part.lineno: 1 for part in own} | dict.fromkeys(draws, _AT_THE_DRAW)
+    drawing, names, known = dict[int, int](), set[str](), -1
+    while len(names) > known:  # whoever calls these does as well
+        known = len(names)
+        for function in functions:
+            own = [part for part in own_nodes(function) if isinstance(part, ast.stmt | ast.expr)]
+            groups = {name for part in own if isinstance(part, ast.For) for name in _names_of_groups(part)}
+            draws = [part.lineno for part in own if _draws(part, names) or _sets_group(part, groups)]
+            if draws:
+                names.add(function.name)
+                drawing |= {part.lineno: 1 for part in own} | dict.fromkeys(draws, _AT_THE_DRAW)
     return drawing
 
 
-def _draws(called: str) -> bool:
-    module, _, name = called.rpartition(".")
-    return module in ("random", "np.random", "numpy.random") and name not in _NO_DRAWS
+def _draws(part: ast.AST, drawing: Collection[str]) -> bool:
+    """Whether it calls what draws. `drawing`: functions of the file that do."""
+    if not isinstance(part, ast.Call):
+        return False
+    module, _, name = ast.unparse(part.func).rpartition(".")
+    if module in ("random", "np.random", "numpy.random"):
+        return name not in _NO_DRAWS
+    return module in ("", "self") and name in drawing
+
+
+def _names_of_groups(loop: ast.For) -> list[str]:
+    """Of `for group in optimizer.param_groups`, `group`."""
+    if not any(isinstance(part, ast.Attribute) and part.attr == "param_groups" for part in ast.walk(loop.iter)):
+        return []
+    return [part.id for part in ast.walk(loop.target) if isinstance(part, ast.Name)]
+
+
+def _sets_group(part: ast.AST, groups: Collection[str]) -> bool:
+    """Whether it is `group["lr"] = rate` or `optimizer.param_groups[0]["lr"] = rate`."""
+    match part:
+        case (
+            ast.Assign(targets=[ast.Subscript(value=group, slice=ast.Constant(value=str()))])
+            | ast.AugAssign(target=ast.Subscript(value=group, slice=ast.Constant(value=str())))
+        ):
+            return ast.unparse(group) in groups or ".param_groups[" in ast.unparse(group)
+    return False
 
 
 def _parted_by(inputs: CauseInputs, stays: Mask) -> Mask:
