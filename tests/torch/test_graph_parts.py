@@ -102,7 +102,7 @@ class MaskedLoss:
         self.optimizer = adam(self.model)
 
     def train(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        mask = torch.arange(6, device="cuda") < 4
+        mask = y < y.max()
         out = self.model(x)
         loss = cross_entropy(out[mask], y[mask])
         self.optimizer.zero_grad()
@@ -310,6 +310,35 @@ def test_a_graph_holds_copies_of_constants(name: str) -> None:
         assert captured(CONSTANTS[name]).replays >= 5
 
 
+def others(x: torch.Tensor) -> torch.Tensor:
+    return ~torch.eye(x.shape[0], dtype=torch.bool).to(x.device)
+
+
+def negatives(model: Net, x: torch.Tensor) -> torch.Tensor:
+    similar = model(x) @ model(x).T
+    return similar[others(x)].view(len(x), -1).logsumexp(1).mean()
+
+
+READ: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
+    "a mask": negatives,
+    "a mask beside all": lambda model, x: model(x).T[:, others(x)[0]].mean(),
+    "a mask of the CPU": lambda model, x: model(x)[torch.arange(x.shape[0]) > 0].mean(),
+    "what a mask chooses is written to": lambda model, x: (
+        model(x).masked_fill(others(x)[:, :1], 0).index_put((others(x)[0],), model(x)[1:]).mean()
+    ),
+    "places": lambda model, x: model(x)[torch.where(others(x)[0])[0].add_(0)].mean(),
+    "whether to": lambda model, x: model(x).mean() * (2 if others(x).any() else 3),
+    "a number": lambda model, x: model(x)[:, : int(torch.ones(2, device=x.device).sum())].mean(),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_the_host_reads_of_constants_is_known_in_a_graph(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert captured(READ[name]).replays >= 5
+
+
 class Host:
     """What a step reads of the CPU, which is another at each call."""
 
@@ -337,6 +366,39 @@ CHANGING: dict[str, Callable[[Host], torch.Tensor]] = {
     "written to through a view": lambda host: torch.zeros(2, 4).index_copy_(0, torch.tensor([1]), host.kept[None])[1],
     "written to in a part": lambda host: partly_written(host),
 }
+
+
+OF_THE_BATCH: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "a mask": lambda y, x: y[x[:, 0] > 0].sum(),
+    "a mask that was written to": lambda y, x: y[torch.zeros(len(x), device=x.device).add_(x[:, 0]) > 0].sum(),
+    "a mask that a list wrote to": lambda y, x: y[written_in_a_list(x) > 0].sum(),
+    "whether to": lambda y, x: y.sum() if others(x).logical_and(x[:1, :1] > 0).any() else y.sum() * 2,
+    "a drawn one": lambda y, x: y[torch.rand(len(x), device=x.device) > 0.5].sum(),
+}
+
+
+def written_in_a_list(x: torch.Tensor) -> torch.Tensor:
+    made = [torch.zeros(len(x), device=x.device)]
+    torch._foreach_add_(made, [x[:, 0]])
+    return made[0]
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_what_the_host_reads_of_a_batch_is_read_at_each_call(name: str) -> None:
+    found = []
+    for wrap in (lambda step: step, keepbusy.graph):
+        model = net()
+        torch.cuda.manual_seed(1)
+
+        def step(x: torch.Tensor, model: Net = model) -> torch.Tensor:
+            weight = others(x).float()[0].nonzero().sum()  # a constant, read beside it
+            return (OF_THE_BATCH[name](model(x), x) * weight).detach()
+
+        called = wrap(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found.append([called(x - 0.2 * number).item() for number, (x, _) in enumerate(batches(10))])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", CHANGING)

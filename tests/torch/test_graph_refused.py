@@ -367,6 +367,24 @@ def test_an_error_of_the_step_is_its_own() -> None:
             step(torch.ones(1))
 
 
+def test_what_a_failed_capture_has_bound_is_put_back() -> None:
+    """A step that rebinds a weight, and then reads a value."""
+    losses = []
+    for wrap in (lambda step: step, graph):
+        torch.manual_seed(0)
+        average = torch.nn.Linear(4, 4).cuda().requires_grad_(False)
+
+        def step(x: torch.Tensor, average: torch.nn.Linear = average) -> torch.Tensor:
+            average.weight.data = average.weight.data * 0.5 + x
+            return average(x).sum() if x[0, 0].item() > 0 else x.sum()
+
+        called = wrap(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses.append([called(torch.full((4, 4), 0.5 + number, device="cuda")).item() for number in range(8)])
+    assert losses[0] == losses[1]
+
+
 def test_an_argument_that_is_bound_to_new_memory_is_refused() -> None:
     def step(kept: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         kept.data = kept.data * 0.5 + x

@@ -1,29 +1,64 @@
-"""CPU tensors that are made of numbers of the program alone, such as labels, masks and positions.
+"""Tensors that are made of numbers of the program alone, such as labels, masks and positions.
 
     positions = torch.arange(length).to(device)
+    others = similarity[~torch.eye(length, dtype=torch.bool, device=device)]
 
-They are the same at each call, so a graph may contain their copy to the GPU, if that is from pinned memory.
+They are the same at each call, so a graph may contain their copy to the GPU, if that is from pinned memory, and what
+the host reads of them is known from the call before.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 from torch.overrides import TorchFunctionMode
 
 from keepbusy.torch_names.pytorch import TorchDispatchMode, tree_leaves, tree_map
 
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+_READING = ("_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "masked_select", "repeat_interleave")
+"""Operators for whose result the host waits."""
+
+
+class ConstantReads:
+    """What the host reads of such tensors in a call, in order: found while it runs eagerly, and known in captures."""
+
+    def __init__(self, reason: BaseException | None = None) -> None:
+        """`reason`: why the step could not be captured without them."""
+        self.results: list[Any] = []
+        self.reason = reason
+        self._known: Iterator[Any] | None = None
+
+    @property
+    def in_capture(self) -> bool:
+        return self._known is not None
+
+    def known(self) -> ConstantReads:
+        """From here on they are."""
+        self._known = iter(self.results)
+        return self
+
+    def result(self, read: Callable[[], Any]) -> Any:
+        """Its own at each call, since the step may write to it."""
+        found = next(self._known, None) if self._known is not None else None
+        if found is None:
+            found = read()
+            if self._known is None:
+                self.results.append(found)
+        return tree_map(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, found)
 
 
 class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is not typed here
-    """During a capture, tracks such tensors as they are made, and copies them from pinned memory."""
+    """During a capture, or the eager call before it, tracks such tensors as they are made. Copies of them are from
+    pinned memory, and what the host reads of them is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: ConstantReads) -> None:
         super().__init__()
+        self._reads = reads
         self.kept: list[Tensor] = []
         """Pinned tensors from which the graph copies."""
         self._by_memory: dict[int, Tensor] = {}
@@ -41,35 +76,59 @@ class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is 
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options, name = dict(kwargs or {}), function.overloadpacket.__name__
+        inputs = [leaf for leaf in tree_leaves((args, options)) if is_tensor(leaf)]
         if name == "_to_copy" and self.holds(args[0]) and torch.device(options.get("device") or "cpu").type == "cuda":
             args, options = (self._pinned(args[0]), *args[1:]), options | {"non_blocking": True}
         elif name == "copy_" and args[0].is_cuda and self.holds(args[1]):
             args = (args[0], self._pinned(args[1]), True)
-        elif name in _INDEXING and args[0].is_cuda:
-            args = (args[0], tree_map(partial(self._sent, args[0].device), args[1]), *args[2:])
-        result = function(*args, **options)
-        self._note(function, args, options, result)
+        elif name in _INDEXING and args[0].is_cuda and not _fills(*args[2:4]):
+            indices = [self._indices(index, args[0].device) for index in args[1]]
+            args = (args[0], [*chain.from_iterable(indices)], *args[2:])
+        if name in _READING and inputs and all(map(self._is_constant, inputs)):
+            result = self._reads.result(lambda: function(*args, **options))
+        else:
+            result = function(*args, **options)
+        self._note(function, inputs, result)
         return result
 
-    def _note(self, function: Any, args: Any, options: Any, result: Any) -> None:
+    def _note(self, function: Any, inputs: list[Tensor], result: Any) -> None:
         """A result of constants alone, without random numbers, is a constant. One written by anything else is none any
         longer."""
-        inputs = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+        outputs = [leaf for leaf in tree_leaves(result) if is_tensor(leaf)]
+        if not outputs and function._schema.is_mutable:  # as of lists
+            outputs = inputs
         name, is_drawn = function.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in function.tags
-        if is_drawn or not all(map(self.holds, inputs)) or "lift_fresh" in name or (not inputs and "empty" in name):
+        is_other = is_drawn or "lift_fresh" in name or (not inputs and "empty" in name)
+        if is_other or not all(map(self._is_constant, inputs)):
             for tensor in outputs:
                 self._by_memory.pop(_memory_of(tensor), None)
         else:
             self._by_memory |= {_memory_of(tensor): tensor for tensor in outputs}
 
+    def held(self) -> list[Any]:
+        """What a graph reads."""
+        return [*self.kept, *self._reads.results]
+
     def add(self, constant: Tensor) -> None:
         self._by_memory[_memory_of(constant)] = constant
 
     def holds(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.device.type == "cpu" and _memory_of(value) in self._by_memory
+        """Whether it is a constant on the CPU."""
+        return is_tensor(value) and value.device.type == "cpu" and self._is_constant(value)
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return _memory_of(tensor) in self._by_memory
+
+    def _indices(self, index: Any, device: torch.device) -> list[Any]:
+        """What stands for an index: of a mask the places that it chooses, on the GPU."""
+        if is_tensor(index) and index.dtype in (torch.bool, torch.uint8) and self._is_constant(index):
+            return [*self._reads.result(lambda: index.nonzero().to(device)).unbind(1)]
+        return [self._sent(device, index)]
 
     def _pinned(self, constant: Tensor) -> Tensor:
+        """In an eager call, what it is."""
+        if not self._reads.in_capture:
+            return constant
         self.kept.append(constant.pin_memory())
         return self.kept[-1]
 
@@ -98,6 +157,11 @@ class _MadeOfNumbers(TorchFunctionMode):  # type: ignore[misc]
         constant = function(*args, **options, device="cpu")
         self._constants.add(constant)
         return constant.to(device).requires_grad_(is_trained)
+
+
+def _fills(values: Tensor | None = None, accumulate: bool = False) -> bool:
+    """Whether a mask chooses what becomes one number: for that PyTorch does not look where it is."""
+    return values is not None and values.numel() == 1 and not accumulate
 
 
 def _memory_of(tensor: Tensor) -> int:

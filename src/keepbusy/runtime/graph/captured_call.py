@@ -27,7 +27,7 @@ from keepbusy.runtime.graph.names_read import PLAIN
 from keepbusy.runtime.graph.participants import HeldGradient, Participants, enter, is_weight, leave, weights_behind
 from keepbusy.runtime.graph.reachable import has_memory
 from keepbusy.runtime.graph.user_lines import code_of, line_of
-from keepbusy.runtime.host_constants import CapturedConstants
+from keepbusy.runtime.host_constants import CapturedConstants, ConstantReads
 from keepbusy.runtime.later_backward import LaterBackward, OneOperation
 from keepbusy.runtime.tensor_kinds import flatten_result, same_kinds
 from keepbusy.torch_names.pytorch import abandon_pool, checks_arguments, foreach_copy, tree_flatten, tree_unflatten
@@ -399,17 +399,18 @@ class CapturedCall:
 
 
 def capture_call(
-    call: StepCall, eager: EagerStream, participants: Participants, alive: list[Any], has_constants: bool = False
+    call: StepCall, eager: EagerStream, participants: Participants, alive: list[Any], reads: ConstantReads | None = None
 ) -> CapturedCall:
     """Nothing of the call has happened on the device then; raises Uncapturable with everything as it was.
 
-    `has_constants`: whether it may make tensors of the CPU that are the same at each call, and copy them.
+    `reads`: what the host reads of tensors that are the same at each call, which it may make then, and copy.
     """
     call.check()
-    inputs, restores, constants = Inputs(call.tensors), rollback_to_now(participants), CapturedConstants()
+    inputs, restores = Inputs(call.tensors), rollback_to_now(participants)
+    constants = CapturedConstants(reads) if reads is not None else None
 
     def run() -> Any:
-        with constants if has_constants else nullcontext():
+        with constants or nullcontext():
             return eager.run_here(call, inputs.static)
 
     later: LaterBackward | None = None
@@ -432,11 +433,15 @@ def capture_call(
     except Uncapturable:
         for restore in (gradients.restore, *restores):
             restore()
+        if eager.bound is not None:
+            eager.bound.put_back()
         raise
     inputs.note_writes()
     held = gradients.held()
     gradients.restore()  # nothing has run yet: those that the step will leave behind hold no values
-    return CapturedCall(graph, inputs, outputs, held, [*alive, constants.kept], CallPattern(call), later)
+    return CapturedCall(
+        graph, inputs, outputs, held, [*alive, constants and constants.held()], CallPattern(call), later
+    )
 
 
 HOOKS_ON_WEIGHTS = "a weight has a hook on its gradient, and the backward pass comes after the call"

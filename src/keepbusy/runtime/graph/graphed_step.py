@@ -70,6 +70,7 @@ from keepbusy.runtime.graph.replay_check import (
 )
 from keepbusy.runtime.graph.user_lines import LaunchedLines, LineTracer, code_of, depth_of_user
 from keepbusy.runtime.graph_of_modules import CalledModules, GraphedModules, meets_other_ranks
+from keepbusy.runtime.host_constants import CapturedConstants, ConstantReads
 from keepbusy.runtime.module_parts import submodules
 from keepbusy.runtime.tensor_kinds import flatten_result
 from keepbusy.torch_names.pytorch import tree_leaves, tree_unflatten
@@ -435,6 +436,7 @@ class StepGraphs:
         """Whether gradients stood then where it leaves them."""
         self._capturable: dict[Any, bool | None] = {}
         self._full = False
+        self._reads: dict[Any, ConstantReads] = {}
 
     def run(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Raises Uncapturable, with nothing done, if no call of the step can be captured."""
@@ -640,9 +642,11 @@ class StepGraphs:
                 warm_up(optimizer, self._eager_stream.stream)
         before = self._host.read()
         try:
-            captured = self._captured_once(call, [before, *self._key.held()])
+            captured = self._captured_once(call, [before, *self._key.held()], kind)
         except Uncapturable as reason:
             self._schedules.steps.clear()
+            if HOST_COPY in str(reason) and kind not in self._reads:
+                return self._find_reads(call, kind, reason)
             if not self._captured:
                 raise
             self._capturable[kind] = False
@@ -659,10 +663,26 @@ class StepGraphs:
             return captured.replay_before_backward(call.tensors, self._made_again(call.given))
         return captured.replay_filled(call.tensors)
 
-    def _captured_once(self, call: StepCall, alive: list[Any]) -> CapturedCall:
+    def _find_reads(self, call: StepCall, kind: Any, reason: Uncapturable) -> Any:
+        """One more eager call, as it always was, after which another capture may succeed."""
+        self._reads[kind] = reads = ConstantReads(reason)
+        with CapturedConstants(reads):
+            if self._captured:
+                return self._eager(call)
+            self._rates.count_on_host()
+            self._counts_on_device = False
+            self._tally["eager"] += 1
+            return self._eager_stream.run(call)
+
+    def _captured_once(self, call: StepCall, alive: list[Any], kind: Any) -> CapturedCall:
         """What some steps alone need is done where a capture has failed for the lack of it."""
+        reads = self._reads.get(kind)
+        if reads is not None and reads.reason is not None and not reads.results:
+            raise reads.reason
         with self._rates.on_device(), self._written.watching(is_captured=True):
             capture = functools.partial(capture_call, call, self._eager_stream, self._participants, alive)
+            if reads is not None:
+                return capture(reads.known())
             try:
                 return capture()
             except Uncapturable as reason:
@@ -671,7 +691,7 @@ class StepGraphs:
                     raise
             if is_of_stream:
                 renew_gradient_nodes(self._participants.gathering())
-            return capture(has_constants)
+            return capture(ConstantReads().known() if has_constants else None)
 
     def _new_in(self, call: StepCall, kind: Any) -> str:
         """What no call before had: as a rule a shape, or a setting that a schedule writes."""

@@ -169,6 +169,10 @@ class BoundAnew:
             _copy_all([kept for kept, _ in bound], [tensor for _, tensor in bound])
             self._bind(self.kept)
 
+    def put_back(self) -> None:
+        """What a capture has bound, of which nothing has run."""
+        self._bind(self.kept)
+
     def _bind(self, tensors: list[Tensor]) -> None:
         for place, tensor in zip(self._places, tensors, strict=True):
             place.bind(tensor)
