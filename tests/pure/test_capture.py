@@ -14,7 +14,8 @@ from told import TRAIN, told
 from keepbusy.causes.cause_inputs import CauseInputs
 from keepbusy.fixes import FIXES
 from keepbusy.fixes import capture as capturing
-from keepbusy.fixes.capture import Capture, capture_of, drawing_lines, made_of_numbers
+from keepbusy.fixes.capture import Capture, capture_of, drawing_lines
+from keepbusy.fixes.source.masks import ConstantsAtLine
 from keepbusy.timeline.model import Direction, Kind
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
@@ -259,23 +260,6 @@ def test_what_calls_a_function_that_draws_is_not_captured(monkeypatch: pytest.Mo
     assert lines == {("model.py", 7), ("main.py", 4)}
 
 
-MAKING = """\
-def loss(logits, labels, noisy):
-    rows = torch.arange(len(labels), device=labels.device)
-    chosen = logits[torch.arange(len(labels)), labels] + torch.full(
-        (1,), 2.0
-    ).to(labels.device)
-    if torch.rand(1) < 0.5:
-        chosen = chosen + torch.zeros(1).cuda()
-    return chosen
-"""
-
-
-def test_what_a_statement_makes_of_numbers_is_counted_on_its_lines() -> None:
-    assert made_of_numbers(MAKING) == {3: 2, 4: 2, 5: 2, 7: 1}
-    assert made_of_numbers("def broken(:") == {}
-
-
 @pytest.mark.parametrize(("made", "size", "share"), [(1, 64, 1.0), (0, 64, 0.25), (1, 0, 0.25)])
 def test_what_is_made_of_numbers_is_copied_within_a_graph(
     made: int, size: int, share: float, monkeypatch: pytest.MonkeyPatch
@@ -296,7 +280,8 @@ def test_what_is_made_of_numbers_is_copied_within_a_graph(
             copy(run)
             launches(run)
 
-    monkeypatch.setattr(capturing, "made_of_numbers", lambda _: {7: made})
+    found = {7: ConstantsAtLine(made, 0)} if made else {}
+    monkeypatch.setattr("keepbusy.fixes.source.masks.constants_at", lambda _: found)
     monkeypatch.setattr(capturing, "sources_at", lambda _, names: dict.fromkeys(names & {"model.py"}, ""))
     monkeypatch.setattr(capturing, "_reached", lambda _, launches, *others: np.ones(len(launches), bool))
     capture_of.cache_clear()

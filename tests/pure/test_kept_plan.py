@@ -38,10 +38,14 @@ def test_a_plan_comes_back_as_it_was_kept() -> None:
         ("train.py:3", "an iteration  30.0 → 20.0 ms, 33% shorter"),  # the loop that both runs are about
         ("train.py:9", "an iteration  8.0 → 2.0 ms, 75% shorter"),  # what both runs counted
         ("train.py:99", ""),
+        ("train.py:12", ""),  # most of whose iterations were not counted
     ],
 )
 def test_an_iteration_is_told_of_the_loop_that_the_plan_is_about(loop: str, told: str) -> None:
-    tree = Part("run", parts=(Part(LOOP, "train.py:9", time=ms(20), turns=10, turn=ms(2), low=ms(2)),))
+    counted = Part(LOOP, "train.py:9", time=ms(20), turns=10, turn=ms(2), low=ms(2))
+    tree = Part(
+        "run", parts=(counted, Part(LOOP, "train.py:12", time=ms(30), parts=(replace(counted, place="train.py:12"),)))
+    )
     after = replace(STALLED, loop="train.py:3", plain_step=ms(20), run=tree)
     made = {"written": [("graph", "train.py:4")], "left": [], "loop": loop, "step": ms(30), "usual": ms(8), "length": 0}
     made["command"] = after.command

@@ -21,7 +21,6 @@ import numpy as np
 from keepbusy.causes.cause import FindingBuilder
 from keepbusy.causes.cause_inputs import IN_A_ROW, CauseInputs
 from keepbusy.causes.places import Where, by_place, named
-from keepbusy.fixes.creating import MAKERS, RANDOM_MAKERS
 from keepbusy.fixes.definition import CapturedLines, Fix, PlacedCause
 from keepbusy.fixes.source.name_flow import own_nodes
 from keepbusy.timeline.frame_roles import Role, source_line
@@ -136,7 +135,7 @@ def captured(
     launched = np.append(inside, False)[inputs.launch] & (inputs.launch != NONE)
     return Capture(
         inside | launched,
-        inside & inputs.is_sync,
+        inside & inputs.is_sync & ~_of_constants(inputs),
         stays,
         len(held_launches) / max(1, len(launches)),
         lines,
@@ -349,38 +348,28 @@ def _stays(inputs: CauseInputs, goes: Mask, reads: Mask) -> Mask:
 
 @lru_cache(maxsize=1)
 def _of_constants(inputs: CauseInputs) -> Mask:
-    """The host's rows that copy to the GPU what a statement makes on the CPU of numbers alone, or wait for that copy:
-    a graph holds the copy. What a backward pass copies to the GPU it has of its forward pass."""
+    """The host's rows that copy to the GPU what a function makes of numbers alone, or read it: a graph holds the copy,
+    and what is read is known. A backward pass does so with what its forward pass has saved."""
+    from keepbusy.fixes.source.masks import constants_at
+
     spans, result = inputs.timeline.spans, np.zeros(len(inputs.timeline), bool)
     copied = np.where(inputs.command != NONE, inputs.command, 0)
-    brings = (inputs.command != NONE) & inputs.is_copy[copied] & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
-    places = by_place(inputs, np.flatnonzero(brings & ~inputs.timeline.on_device))
-    made = {file: made_of_numbers(text) for file, text in sources_at(inputs, {where.file for where in places}).items()}
+    is_copy = (inputs.command != NONE) & inputs.is_copy[copied] & ~inputs.timeline.on_device
+    brings = is_copy & (spans.direction[copied] == Direction.HOST_TO_DEVICE)
+    reads = is_copy & (spans.direction[copied] == Direction.DEVICE_TO_HOST)
+    places = by_place(inputs, np.flatnonzero(brings | reads))
+    sources = sources_at(inputs, {where.file for where in places})
+    known = {(file, line): found for file, text in sources.items() for line, found in constants_at(text).items()}
     for where, rows in places.items():
-        if where.file in made and len({*spans.size[copied[rows]].tolist()}) <= made[where.file][where.line]:
-            result[rows] = True
-    result |= brings & inputs.within(Role.BACKWARD) & np.isin(spans.size[copied], spans.size[copied[result]])
+        if found := known.get((where.file, where.line)):
+            sizes = {*spans.size[copied[rows[brings[rows]]]].tolist()}
+            result[rows[brings[rows] & (len(sizes) <= found.constant) | reads[rows] & (not found.other)]] = True
+    backward = inputs.within(Role.BACKWARD)
+    result |= brings & backward & np.isin(spans.size[copied], spans.size[copied[result & brings]])
+    result |= reads & backward & (result & reads).any()
     waits = np.flatnonzero(inputs.is_sync & (inputs.copy_of_sync != NONE))
     result[waits] = result[inputs.last_launch[waits]]
     return result
-
-
-def made_of_numbers(source: str) -> Counter[int]:
-    """How many tensors each line's statement makes on the CPU of numbers that are no random ones."""
-    try:
-        statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
-    except (SyntaxError, ValueError):
-        return Counter()
-    makers, made = {f"torch.{name}" for name in MAKERS - RANDOM_MAKERS}, Counter[int]()
-    for statement in statements:
-        parts = [
-            part for field in ast.iter_child_nodes(statement) if isinstance(field, ast.expr) for part in ast.walk(field)
-        ]
-        calls = [part for part in parts if isinstance(part, ast.Call) and ast.unparse(part.func) in makers]
-        count = sum("device" not in [keyword.arg for keyword in call.keywords] for call in calls)
-        for line in {part.lineno for part in parts if isinstance(part, ast.expr)} if count else ():
-            made[line] = max(made[line], count)
-    return made
 
 
 def _computes(inputs: CauseInputs, goes: Mask) -> Mask:

@@ -8,8 +8,7 @@ from keepbusy.fixes.definition import Advice, Fix, PlacedCause, Remedy, SourceEd
 from keepbusy.fixes.reading import waits_in_backward
 from keepbusy.timeline.frame_roles import Role
 
-RANDOM_MAKERS = {"normal", "rand", "randint", "randperm"}
-MAKERS = {"arange", "eye", "full", "linspace", "ones", "zeros", *RANDOM_MAKERS}
+MAKERS = {"arange", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randperm", "zeros"}
 """What makes a tensor of nothing but its arguments, and takes a device, as `torch.randn` does."""
 
 
