@@ -84,6 +84,21 @@ def script_asking(value: str) -> str:
     """
 
 
+def test_what_is_read_behind_a_block_is_returned_however_many_statements_stand_on_a_line() -> None:
+    new = captured("""\
+        def rollout(agent, seen, values, actions, envs):
+            for step in range(32):
+                seen[step] = 0; values[step] = 1
+                with torch.no_grad():
+                    action, value = agent(seen)  # launches
+                    values[step] = envs.look(value)  # stays
+                actions[step] = action; envs.step(action.item())  # stays
+    """)
+    assert new is not None
+    assert "action, value = captured_rollout(agent, seen)\n" in new
+    assert "return action, value\n" in new
+
+
 def test_a_script_hands_over_what_changes_and_a_method_its_object() -> None:
     script = captured(script_asking("loss.item()"))
     assert script is not None

@@ -589,7 +589,7 @@ class _Function:
                 live |= {*Flow(around.body).needed, *Uses([getattr(around, "test", ast.Pass())]).loads}
             if isinstance(around, (*_LOOPS, ast.Try)):
                 live |= {*Flow([*around.orelse, *getattr(around, "finalbody", [])]).needed}
-            live |= {*Flow(outer.block[outer.place + 1 :]).needed}
+            live |= {*Flow(node for statement in outer.following for node in statement.nodes).needed}
         nested = [part for part in self._own if isinstance(part, ast.FunctionDef | ast.Lambda | ast.ClassDef)]
         return live.union(*map(free_names, nested))
 
