@@ -99,6 +99,31 @@ def test_what_is_read_behind_a_block_is_returned_however_many_statements_stand_o
     assert "return action, value\n" in new
 
 
+MINIBATCHES = """\
+    import numpy as np
+    import torch
+
+    def update(agent, seen, optimizer):
+        order = np.random.permutation(128)
+        for begin in range(0, 128, 32):  # loop
+            chosen = order[begin : begin + 32]
+            loss = agent(seen[chosen]).mean()  # launches
+            optimizer.zero_grad()
+            loss.backward()  # launches
+            optimizer.step()  # launches
+    """
+
+
+def test_a_graph_takes_the_indices_of_a_minibatch_as_a_tensor() -> None:
+    new = captured(MINIBATCHES)
+    assert new is not None
+    assert "def captured_update(agent, seen, optimizer, chosen):\n    loss = agent(seen[chosen]).mean()" in new
+    assert "captured_update(agent, seen, optimizer, torch.as_tensor(chosen))" in new
+    otherwise = captured(MINIBATCHES.replace("seen[chosen]", "seen[chosen] * chosen[0]"))
+    assert otherwise is not None
+    assert "captured_update(agent, seen, optimizer, chosen)" in otherwise
+
+
 def test_a_script_hands_over_what_changes_and_a_method_its_object() -> None:
     script = captured(script_asking("loss.item()"))
     assert script is not None

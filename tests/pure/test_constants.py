@@ -53,5 +53,20 @@ def test_what_is_sent_read_or_chosen_by_is_a_constant_or_not(line: str, found: C
     assert constants_at(source).get(3) == found
 
 
+MINIBATCHES = """\
+order = np.arange(128)
+for start in range(0, 128, 32):
+    chosen, other = order[start : start + 32], batches[start]
+    part = order[start : start + 32]
+    loss = model(x[part]) - y[other]
+"""
+
+
+def test_the_indices_of_a_minibatch_are_sent_over_once() -> None:
+    assert constants_at(MINIBATCHES) == {5: ConstantsAtLine(1, 1)}
+    assert constants_at(MINIBATCHES.replace("np.arange(128)", "batches")) == {}
+    assert constants_at(MINIBATCHES + "    part = batches[0]\n") == {}
+
+
 def test_a_file_that_is_no_python_has_none() -> None:
     assert constants_at("def broken(:") == {}

@@ -193,7 +193,7 @@ LINES = {
     "log": 3243,
     "virtual": 10061,
     "causes": 1617,
-    "fixes": 5632,
+    "fixes": 5671,
     "explain": 2523,
     "report": 3301,
     "runtime": 8156,

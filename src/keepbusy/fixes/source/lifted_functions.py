@@ -24,6 +24,8 @@ class LiftedLines:
     results: list[str] = field(default_factory=list)
     values: set[str] = field(default_factory=set)
     """Those of the results that are tensors of which only values are read: no backward pass goes through them."""
+    indices: set[str] = field(default_factory=set)
+    """Those of the arguments that are arrays of indices, which a graph takes as tensors."""
     name: str = ""
 
     @property
@@ -77,7 +79,8 @@ class LiftRegions(cst.CSTTransformer):
 
     def _call(self, region: LiftedLines, by_line: dict[int, Any]) -> list[Any]:
         first, *others = [by_line[statement.first] for statement in region.captured]
-        arguments_text, results_text = ", ".join(region.arguments), ", ".join(region.results)
+        arguments = [f"torch.as_tensor({name})" if name in region.indices else name for name in region.arguments]
+        arguments_text, results_text = ", ".join(arguments), ", ".join(region.results)
         names = _PlainNames(region)
         inner = [statement.visit(names) for statement in (first.with_changes(leading_lines=[]), *others)]
         inner += [cst.parse_statement(f"return {names.listed(region.results, region.values)}")] if results_text else []

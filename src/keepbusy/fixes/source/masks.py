@@ -4,7 +4,7 @@ that are taken once, and masks that are made of numbers alone, as positions and 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import libcst as cst
@@ -192,6 +192,7 @@ _ANY_ARGUMENTS = {
     *("squeeze", "unsqueeze", "permute", "transpose", "flatten"),
 }
 """Methods whose arguments are no values."""
+_ORDERS = {"arange", "permutation", "randperm"}
 _SENDING, _READING = {"to", "cuda", "type"}, {"item", "tolist", "nonzero", "cpu", "unique", "argwhere"}
 _READING_ARGUMENT = {
     "where",
@@ -214,7 +215,8 @@ class ConstantsAtLine(NamedTuple):
 
 
 def constants_at(source: str) -> dict[int, ConstantsAtLine]:
-    """For each line of a statement that does so with a constant. What was made before a loop is none in it."""
+    """For each line of a statement that does so with a constant. What was made before a loop is none in it. The indices
+    of a minibatch count as one: they are sent over once, in front of a graph."""
     try:
         nodes = [*ast.walk(ast.parse(source))]
     except (SyntaxError, ValueError):
@@ -222,17 +224,39 @@ def constants_at(source: str) -> dict[int, ConstantsAtLine]:
     found = dict[int, ConstantsAtLine]()
     for region in (node for node in nodes if isinstance(node, ast.FunctionDef | ast.Module | ast.For | ast.While)):
         own, constants = own_nodes(region), _Constants(region)
+        indices = minibatch_indices(own, nodes)
         inner = {id(node) for loop in own if isinstance(loop, ast.For | ast.While) for node in own_nodes(loop)}
         for statement in (node for node in own if isinstance(node, ast.stmt) and id(node) not in inner):
             fields = [field for field in ast.iter_child_nodes(statement) if isinstance(field, ast.expr)]
             parts = [part for field in fields for part in ast.walk(field) if isinstance(part, ast.expr)]
             values = [value for part in parts for value in _looked_at(part)]
             values += [statement.test] if isinstance(statement, ast.If | ast.Assert) else []
-            constant = sum(map(constants.are_tensors, values))
-            other = sum(not constants.hold(value) for value in values)
+            chosen = [value for value in values if isinstance(value, ast.Name) and value.id in indices]
+            constant = sum(map(constants.are_tensors, values)) + len(chosen)
+            other = sum(not constants.hold(value) for value in values) - len(chosen)
             if constant:
                 found |= dict.fromkeys({part.lineno for part in parts}, ConstantsAtLine(constant, other))
     return found
+
+
+def minibatch_indices(nodes: Sequence[ast.AST], file: Iterable[ast.AST]) -> set[str]:
+    """Names that stand for parts of an order of all samples alone: `chosen = order[begin : begin + 32]`. `file`: where
+    the order is made."""
+    orders, parts = set[str](), list[str]()
+    for node in file:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr=made))) if (
+                made in _ORDERS
+            ):
+                orders.add(name)
+    for node in nodes:
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id=name)], value=ast.Subscript(value=ast.Name(id=order), slice=ast.Slice())
+            ) if order in orders:
+                parts.append(name)
+    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return {name for name in parts if stored.count(name) == parts.count(name)}
 
 
 def _looked_at(part: ast.AST) -> Iterator[ast.expr]:
