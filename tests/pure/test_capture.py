@@ -141,6 +141,19 @@ def test_a_backward_pass_is_captured_with_its_forward_pass(between: str, share: 
     assert capture(body).share == share
 
 
+def test_a_backward_pass_on_a_thread_of_its_own_is_captured_with_its_forward_pass() -> None:
+    """As profilers see it."""
+
+    def body(run: Run) -> None:
+        with run.inside("model.py(7): forward"):
+            launches(run)
+        with run.handoff(1).inside("backward") as backward:
+            launches(backward)
+        backward.handoff(0)
+
+    assert capture(body).share == 1
+
+
 def test_what_needs_a_value_of_the_forward_pass_does_not_move() -> None:
     def body(run: Run) -> None:
         with run.inside("model.py(7): forward"):
