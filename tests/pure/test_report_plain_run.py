@@ -16,7 +16,7 @@ from keepbusy.report import as_json, run_report
 from keepbusy.report.paper import laid_out
 from keepbusy.report.run_report import asides
 from keepbusy.timeline.model import NONE
-from keepbusy.timeline.run_facts import LOOP, Part, PlainRun
+from keepbusy.timeline.run_facts import LOOP, Part, PlainRun, SlowIterations
 from keepbusy.timeline.run_facts import RUN as WHOLE_RUN
 
 RUN = PlainRun("optimizer", 2400, ms(25), ms(24.1), ms(26.3), warm_up=12, warm_up_time=ms(8100), lead=ms(3.2))
@@ -87,3 +87,19 @@ def test_a_run_in_which_the_gpu_computed_nothing_does_not_count_no_milliseconds(
     assert run_report.headline(Part(WHOLE_RUN, time=ms(6_300), busy=0)) == (
         "The run took 6.30 s. The GPU computed nothing."
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "every", "says"),
+    [
+        (33, 3.0, "every third iteration takes"),
+        (2, 50.0, "2 iterations take"),
+        (4, 1.0, "4 iterations take"),
+        (1, 0.0, "one iteration takes"),
+    ],
+)
+def test_slow_iterations_have_a_rhythm_only_where_three_of_them_keep_it(count: int, every: float, says: str) -> None:
+    slow = SlowIterations(count, every, True, ms(100), ms(1_000), "train.py:5")
+    loop = Part(LOOP, "train.py:3", time=ms(6_300), busy=0, turns=100, turn=ms(63), kinds=(slow,))
+    shown = laid_out(run_report.tree(Part(WHOLE_RUN, time=ms(6_300), busy=0, parts=(loop,)), 100), 100, colour=False)
+    assert f"{says} 100 ms longer, at train.py:5" in shown
