@@ -209,6 +209,29 @@ def test_caches_that_are_made_anew_share_a_graph_if_nobody_else_uses_their_memor
     assert f"{graphs} captured" in kept.graphed.report()
 
 
+def test_two_caches_that_are_one_for_a_while_leave_the_graph_of_two() -> None:
+    def sums(wrap: Callable[[Any], Any]) -> list[Any]:
+        holder, found = SimpleNamespace(first=None, second=None), []
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            holder.first.add_(x)
+            holder.second.add_(2 * x)
+            return holder.first * holder.second
+
+        run = wrap(step)
+        for sample in range(5):
+            holder.first = torch.full((4,), float(sample), device="cuda")
+            holder.second = holder.first if sample == 1 else torch.full((4,), 2.0 * sample, device="cuda")
+            found += [run(torch.full((4,), turn + 1.0, device="cuda")) for turn in range(6)]
+            found += [holder.first, holder.second]
+        return [value.tolist() for value in found]
+
+    kept = Kept()
+    found, messages = warned(lambda: sums(kept))
+    assert (found, messages) == (sums(lambda step: step), [])
+    assert "2 captured" in kept.graphed.report()
+
+
 class SumsInNoOrder:
     """A kernel that adds up in another order at each call, eager or replayed: written out, as no kernel here does."""
 
