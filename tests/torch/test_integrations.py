@@ -16,7 +16,7 @@ import trainer_programs
 from warm_python import WarmPython
 
 import keepbusy
-from keepbusy.integrations import figures, log_to
+from keepbusy.integrations import WatchedTraining, figures, log_to
 from keepbusy.timeline.files import BadInput
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's libraries
@@ -90,6 +90,18 @@ def test_mlflow_has_the_figures_and_the_page(diagnosis: Any, mlflow: Any) -> Non
 def test_what_is_no_tracker_is_one_sentence(diagnosis: Any) -> None:
     with pytest.raises(BadInput, match="list is no run of Weights & Biases or MLflow, and no SummaryWriter"):
         log_to(diagnosis, [])
+
+
+def test_a_page_that_is_being_read_stays_whole_while_another_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, page = WatchedTraining(), tmp_path / "keepbusy.html"
+    monkeypatch.setattr(training, "leave", lambda: keepbusy.load(RUN))
+    page.write_text("the page of an earlier training", encoding="utf-8")
+    with page.open(encoding="utf-8") as reader:
+        assert training.end(tmp_path) is not None
+        assert reader.read() == "the page of an earlier training"
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 def scalars(folder: Path) -> dict[str, tuple[int, Any]]:
