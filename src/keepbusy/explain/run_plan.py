@@ -263,9 +263,9 @@ def _more_workers(use: LoaderUse, enough: int, saved: int, diagnosis: Diagnosis)
     if use.idle:
         remedy, name = ShareAmongWorkers().says(), ShareAmongWorkers.name
     else:
-        code = f"DataLoader(..., num_workers={enough}, pin_memory=True, persistent_workers=True)"
-        sentence = f"Use {enough} loader workers. More would hardly help."
-        remedy = PrepareInWorkers().says(PrepareInWorkers.more._replace(advice=sentence, code=code))
+        usual, sentence = PrepareInWorkers.usual["input_late"], f"Use {enough} loader workers. More would hardly help."
+        code = usual.code.replace("{workers}", str(enough))
+        remedy = PrepareInWorkers().says(usual._replace(advice=sentence, code=code))
         name = f"num_workers={enough}"
     return planned_fix(
         remedy,
