@@ -29,7 +29,7 @@ ROOMS = {
     "fixes": ({"timeline", "causes"}, {"numpy", "libcst"}),
     "explain": ({"timeline", "causes", "fixes"}, {"numpy"}),
     "hang": (
-        {"timeline.files", "timeline.figures", "timeline.frame_roles", "report.words", "torch_names.cpython"},
+        {"timeline.files", "timeline.figures", "timeline.frame_roles", "report.labels", "torch_names.cpython"},
         set(),
     ),
     "report": (

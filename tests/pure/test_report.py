@@ -20,7 +20,7 @@ from keepbusy.causes.places import Where
 from keepbusy.cli import fixing
 from keepbusy.explain.comparison import compare
 from keepbusy.explain.diagnosis import CAUSES, PlannedFix
-from keepbusy.report import terminal, verdict, words
+from keepbusy.report import labels, terminal, verdict
 from keepbusy.report.exports import CSV_COLUMNS, csv_table, perfetto
 from keepbusy.report.page.contents import words_of
 from keepbusy.report.source import fix_line, source_of
@@ -353,8 +353,8 @@ def test_a_long_name_without_a_folder_loses_its_middle() -> None:
 
 
 def test_long_names_lose_their_middle() -> None:
-    assert words.tame("abcdefghij", 5) == "ab…ij"
-    assert words.spot(Where("a/" * 40 + "train.py", 31, exact=True), 17) == "…/a/a/train.py:31"
+    assert labels.tame("abcdefghij", 5) == "ab…ij"
+    assert labels.spot(Where("a/" * 40 + "train.py", 31, exact=True), 17) == "…/a/a/train.py:31"
 
 
 # the source line

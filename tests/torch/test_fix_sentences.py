@@ -11,7 +11,7 @@ from keepbusy.explain.run_plan import CAPTURING
 from keepbusy.fixes import FIXES
 from keepbusy.fixes.creating import MAKERS
 from keepbusy.fixes.definition import Advice, Fix
-from keepbusy.report import words
+from keepbusy.report import labels
 
 pytest.importorskip("torch")
 ALL = [(fix.name, said) for fix in FIXES for said in fix.advices()]
@@ -38,7 +38,7 @@ def test_what_a_fix_uses_exists(name: str, said: Advice) -> None:
 
 @pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.name)
 def test_a_plan_names_it_in_words(fix: Fix) -> None:
-    named = words.fix(f"{fix.name} at train.py:3 and 2 more")
+    named = labels.fix(f"{fix.name} at train.py:3 and 2 more")
     assert named == f"{fix.label} at train.py:3 and 2 more"
     assert "_" not in fix.label
 

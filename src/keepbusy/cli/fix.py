@@ -33,7 +33,7 @@ from keepbusy.cli import (
     whole_number,
 )
 from keepbusy.program.processes import make_folder
-from keepbusy.report import words
+from keepbusy.report import labels
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.files import BadInput, write_whole
 from keepbusy.timeline.run_facts import ran_nothing
@@ -159,7 +159,7 @@ class FixSearch:
             attempt = self._attempts[0]
             if candidate := self._candidate(attempt):
                 tried += 1
-                self._try(attempt, candidate, f"change {tried} of {max(tried, count)}, '{words.fix(attempt.edit)}'")
+                self._try(attempt, candidate, f"change {tried} of {max(tried, count)}, '{labels.fix(attempt.edit)}'")
             elif not attempt.is_alternative and self._with(attempt, {}):
                 self._reported.append(attempt.planned)  # an earlier attempt made the same change
             del self._attempts[0]
@@ -222,7 +222,7 @@ class FixSearch:
             self._reported.append(planned)
         else:
             how = "beside" if planned.fix in self._edits_held else "instead of"
-            outcome = f"{how} '{words.fix(planned.fix)}' at {_listed(planned.where)}\n  {outcome}"
+            outcome = f"{how} '{labels.fix(planned.fix)}' at {_listed(planned.where)}\n  {outcome}"
         print_parts([_result(edit, where, outcome)])
 
 
@@ -299,7 +299,7 @@ class CandidateRuns:
         was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else plain.diagnosis.noise)
         if was - now >= least and not self._is_modelled:
-            was = min(was, self.tried(sources, f"without '{words.fix(edit)}', again").time(planned))
+            was = min(was, self.tried(sources, f"without '{labels.fix(edit)}', again").time(planned))
         whole = "the run" if planned.is_beside_steps else "a step"
         if was - now < least:
             raise BadInput(f"it saves nothing: {whole} takes {duration(was)} without it and {duration(now)} with it")
@@ -402,7 +402,7 @@ def _wait(child: subprocess.Popen[bytes], what: str, expected: float) -> None:
 
 
 def _result(fix: str, where: Sequence[Where], outcome: str) -> str:
-    return f"\n{words.fix(fix)} at {_listed(where)}\n  {outcome}\n"
+    return f"\n{labels.fix(fix)} at {_listed(where)}\n  {outcome}\n"
 
 
 def _not_tried(attempt: Attempt) -> str:
@@ -410,10 +410,10 @@ def _not_tried(attempt: Attempt) -> str:
     planned, note = attempt.planned, ""
     gain = planned.run_gain if planned.is_beside_steps else planned.gain
     if attempt.is_alternative:
-        note = f", instead of '{words.fix(planned.fix)}'"
+        note = f", instead of '{labels.fix(planned.fix)}'"
     elif gain > 0:
         note = f", predicted to save {duration(gain)}{'' if planned.is_beside_steps else ' per step'}"
-    return f"  {words.fix(attempt.edit)} at {_listed(planned.where)}{note}\n"
+    return f"  {labels.fix(attempt.edit)} at {_listed(planned.where)}{note}\n"
 
 
 def _listed(where: Sequence[Where]) -> str:

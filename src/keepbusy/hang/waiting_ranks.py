@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from typing import Any, TypeAlias
 
 from keepbusy.hang.flight_recorder import CallSite, CollectiveCall, CollectiveLog, Operand
-from keepbusy.report.words import tame
+from keepbusy.report.labels import tame
 from keepbusy.timeline.figures import listing
 
 _UNEVEN = ("all_to_all", "all_to_all_single", "all_to_all_v_single", "alltoall", "alltoall_base")

@@ -11,7 +11,7 @@ from typing import Any
 from keepbusy.causes.places import Where
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import Cause, Diagnosis, PlannedFix, Prediction
-from keepbusy.report import race_words, verdict, words
+from keepbusy.report import labels, race_words, verdict
 from keepbusy.report.run_report import PlanRow, planned_rows
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.model import NONE
@@ -151,7 +151,7 @@ def _fix(fix: PlannedFix, row: PlanRow | None) -> dict[str, Any]:
     is_run_known = row is not None and row.run_after != NONE
     return {
         "fix": fix.fix,
-        "name": words.fix(fix.fix),
+        "name": labels.fix(fix.fix),
         "where": [str(place) for place in fix.where],
         "code": fix.code,
         "predicted": {

@@ -18,9 +18,9 @@ import numpy as np
 from keepbusy import __version__
 from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import Diagnosis, PlannedFix, Turns
-from keepbusy.report import words
+from keepbusy.report import labels
+from keepbusy.report.labels import ledger_place, tame
 from keepbusy.report.source import source_of
-from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline.figures import change, count, duration, share, transition
 from keepbusy.timeline.model import NONE, Direction, FrameKind, Ints, Kind, LinkKind, Timeline
 
@@ -183,7 +183,7 @@ def _gaps(iterations: Turns, thread: int, origin: int) -> Iterator[_Event]:
         gaps = iterations.gaps(rank, np.arange(len(timeline)), spans.start, spans.end)
         for start, end, row in _rows(gaps.start - origin, gaps.end - origin, gaps.row):
             cause, where = iterations.blame(row)
-            place = words.at(where) if where else ""
+            place = labels.at(where) if where else ""
             yield _slice(rank, thread, f"{ledger_place(cause).label}{place}", start, end, cat=cause)
             culprit = int(iterations.culprit[row])
             begun = int(spans.start[culprit]) - origin
@@ -206,7 +206,7 @@ def _plan(plan: Sequence[PlannedFix], iterations: Turns, thread: int, origin: in
         edit = iterations.edit_of(fix)
         if edit is None:
             continue
-        name = tame(f"fix {number}: {words.fix(fix.fix)}")
+        name = tame(f"fix {number}: {labels.fix(fix.fix)}")
         for rank in timeline.ranks:
             yield _heading(rank, thread + number, "thread_name", name=name)
             rows = np.flatnonzero(edit.touched & (timeline.rank_of_rows == rank) & ~timeline.on_device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from keepbusy.causes.places import Where
-from keepbusy.report import words
+from keepbusy.report import labels
 from keepbusy.report.source import source_of
 from keepbusy.timeline.races import READ_EARLY, REFILLED, REUSED, DataRace
 
@@ -58,7 +58,7 @@ def paragraph(race: DataRace) -> Iterator[str]:
 
 
 def _short(place: str) -> str:
-    return words.spot(Where.of(place), 40)
+    return labels.spot(Where.of(place), 40)
 
 
 def _stream(name: str) -> str:

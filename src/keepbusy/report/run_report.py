@@ -17,9 +17,9 @@ from rich.text import Text
 
 from keepbusy.causes.late_ranks import LateRank
 from keepbusy.explain.diagnosis import CAUSES, COMPUTING, Diagnosis, Harmless, PlannedFix
-from keepbusy.report import words
+from keepbusy.report import labels
+from keepbusy.report.labels import ledger_place, tame
 from keepbusy.report.paper import FAINT, GAIN, PLACE, STRONG, laid_out, line, link_to
-from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline.figures import count, duration, every, listing, share, span_of, transition, unit_of
 from keepbusy.timeline.model import NONE
 from keepbusy.timeline.run_facts import FIRST_USE, IMPORTS, LOOP, Part, PlainRun, SlowIterations
@@ -154,7 +154,7 @@ def _how_often(slow: SlowIterations) -> str:
 
 
 def _short(place: str) -> str:
-    return words.tame(place if len(place) <= 36 else f"…{place[-35:]}", 40)
+    return labels.tame(place if len(place) <= 36 else f"…{place[-35:]}", 40)
 
 
 class PlanRow(NamedTuple):
@@ -213,7 +213,7 @@ def plan(diagnosis: Diagnosis) -> Iterator[RenderableType]:
         return
     yield line(("What to do", STRONG))
     for number, row in enumerate(rows, 1):
-        yield line(f"{number}  ", (words.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row, diagnosis))
+        yield line(f"{number}  ", (labels.fix(row.fix.fix), STRONG), *_places(row.fix), "   ", *_after(row, diagnosis))
         for sentence in _explanation(row, diagnosis):
             yield line((sentence, FAINT), indent=3)
     listed = [row.fix for row in rows]
@@ -224,7 +224,7 @@ def _too_small(diagnosis: Diagnosis, not_listed: Sequence[PlannedFix]) -> Iterat
     """Fixes that are not listed because they would hardly shorten this run."""
     if diagnosis.run is None or not not_listed:
         return
-    names = listing(list(dict.fromkeys(words.fix(fix.fix) for fix in not_listed)))
+    names = listing(list(dict.fromkeys(labels.fix(fix.fix) for fix in not_listed)))
     time = duration(round(WORTH_A_ROW * diagnosis.run.time))
     each = " each" if len(not_listed) > 1 else ""
     yield line((f"{len(not_listed)} more would save less than {time} of this run{each}: {names}.", FAINT))
@@ -239,11 +239,11 @@ def _places(fix: PlannedFix) -> tuple[str | tuple[str, str], ...]:
     where = sorted(fix.where, key=lambda place: not place.file)
     if not where:
         return ()
-    has_comma = any(", " in words.spot(place, 48) for place in where[:2])  # `aten::mm, after aten::cat` is one place
+    has_comma = any(", " in labels.spot(place, 48) for place in where[:2])  # `aten::mm, after aten::cat` is one place
     shown = where[: 1 if has_comma else 2]
-    places = ", ".join(words.spot(place, 48) for place in shown)
+    places = ", ".join(labels.spot(place, 48) for place in shown)
     more = f" and {len(where) - len(shown)} more" if len(where) > len(shown) else ""
-    return (words.leading(places), (f"{places}{more}", PLACE + link_to(shown[0])))
+    return (labels.leading(places), (f"{places}{more}", PLACE + link_to(shown[0])))
 
 
 def _worth_a_row(diagnosis: Diagnosis) -> list[PlannedFix]:
@@ -272,12 +272,12 @@ def _explanation(row: PlanRow, diagnosis: Diagnosis) -> Iterator[str]:
     for late in fix.late:
         yield tame(lateness(late, diagnosis.given))
     if fix.needs and not row.only_with:
-        names = listing([tame(words.fix(other), 80) for other in dict.fromkeys(fix.needs)])
+        names = listing([tame(labels.fix(other), 80) for other in dict.fromkeys(fix.needs)])
         needed = f" {row.partners}" if row.partners else f": {names}"
         alone = "alone it saves nothing; " if fix.alone <= diagnosis.noise else ""
         yield f"{alone}it goes together with{needed}"
     if fix.instead:
-        yield f"alternatively, {tame(words.fix(fix.instead[0]), 80)}"
+        yield f"alternatively, {tame(labels.fix(fix.instead[0]), 80)}"
 
 
 def _after(row: PlanRow, diagnosis: Diagnosis) -> list[tuple[str, str] | str]:
@@ -298,7 +298,7 @@ def lateness(late: LateRank, ranks: Sequence[int]) -> str:
     others = [rank for rank in ranks if rank != late.rank]
     waiting = f"rank {others[0]} waits" if len(others) == 1 else f"{len(others)} ranks wait"
     what = ledger_place(late.cause).label
-    return f"Rank {late.rank} arrives {duration(late.late)} late, and {waiting} for it: {what}{words.at(late.where)}."
+    return f"Rank {late.rank} arrives {duration(late.late)} late, and {waiting} for it: {what}{labels.at(late.where)}."
 
 
 def of_a_long_run(diagnosis: Diagnosis, hours: float, price: float = 0.0) -> str:
@@ -378,7 +378,7 @@ def _harmless(seen: Iterable[Harmless], step: int) -> Iterator[str]:
     for (_, why), group in groupby(sorted(seen, key=key), key):
         places = list(group)
         total, name = sum(harmless.count for harmless in places), ledger_place(places[0].cause).label
-        where = words.at(max(places, key=lambda harmless: harmless.count).where, 50)
+        where = labels.at(max(places, key=lambda harmless: harmless.count).where, 50)
         more = f" and {len(places) - 1} more place{'s' if len(places) > 2 else ''}" if len(places) > 1 else ""
         often = f"{count(total)} per iteration" if count(total) != "0" else every(1 / total, "iteration")
         gain, cost = places[0].gain, "costs nothing here"
@@ -393,7 +393,7 @@ def _lessons(seen: Iterable[Harmless], step: int) -> Iterator[str]:
         if harmless.why and harmless.held >= LESSON_MATTERS * step:
             often = f", {count(harmless.count)} times" if harmless.count > 1 else ""
             blocked = f"blocks Python for {duration(harmless.held, step)}{often}"
-            yield f"{words.spot(harmless.where, 50)} {blocked}: {tame(harmless.why)}"
+            yield f"{labels.spot(harmless.where, 50)} {blocked}: {tame(harmless.why)}"
 
 
 def asides(runs: Mapping[int, PlainRun]) -> Iterator[tuple[str, str]]:
@@ -444,9 +444,9 @@ def live_lines(diagnosis: Diagnosis | None, size: tuple[int, int], colour: bool 
         return [last]
     texts = [*_loops_so_far(run, min(_MOST_LINES, rows // _ROWS_A_LINE) - 1 - bool(diagnosis.plan))]
     for first in diagnosis.plan[:1]:
-        where = words.at(first.where[0], 30) if first.where else ""
+        where = labels.at(first.where[0], 30) if first.where else ""
         gain = transition(first.predicted.step + first.gain, first.predicted.step)
-        texts.append(Text.assemble((f"1  {words.fix(first.fix)}{where}", STRONG), f"  {gain} per iteration"))
+        texts.append(Text.assemble((f"1  {labels.fix(first.fix)}{where}", STRONG), f"  {gain} per iteration"))
     for text in texts:
         text.truncate(width - 1, overflow="ellipsis")
     return [*(laid_out([text], width, colour) for text in texts), last]
@@ -463,7 +463,7 @@ def _loops_so_far(run: Part, room: int) -> Iterator[Text]:
             iterations = f"  ×{part.turns:,}" if part.turns else ""
             iteration_time = f"  {duration(part.turn)} per iteration" if part.turn != NONE else ""
             busy = f"  GPU busy {share(part.busy, part.time)}" if part.busy != NONE else ""
-            place = words.tame(part.place.rpartition("/")[2], 30)
+            place = labels.tame(part.place.rpartition("/")[2], 30)
             yield Text.assemble(
                 f"{'  ' * depth}{place}{iterations}  ", (duration(part.time, run.time), STRONG), iteration_time, busy
             )
@@ -493,7 +493,7 @@ def live_line(diagnosis: Diagnosis | None, width: int, colour: bool = True) -> s
         for cause in diagnosis.causes[:1]:
             where = replace(cause.where, file=cause.where.file.replace("\\", "/").rpartition("/")[2])
             wait = duration(cause.wait, diagnosis.plain_step)
-            worst = [(f"{ledger_place(cause.cause).label} {words.spot(where, 30)}: {wait} per iteration", STRONG)]
+            worst = [(f"{ledger_place(cause.cause).label} {labels.spot(where, 30)}: {wait} per iteration", STRONG)]
     for pieces in ([*time, *computes, *worst], [*time, *worst], worst):
         text = Text.assemble(("keepbusy", STRONG), *((f" · {piece}", style) for piece, style in pieces))
         if text.cell_len < width:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from keepbusy.causes.places import Where
-from keepbusy.report.words import tame
+from keepbusy.report.labels import tame
 
 _LARGEST = 4_000_000
 _MOVES = {"to", "cuda", "cpu", "copy_"}

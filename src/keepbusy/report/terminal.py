@@ -16,7 +16,8 @@ from rich.text import Text
 from keepbusy.causes import LEDGER
 from keepbusy.explain.comparison import GONE, LARGER, NEW, SMALLER, Change, Comparison
 from keepbusy.explain.diagnosis import COMPUTING, COPYING, WIRE, Cause, Diagnosis, Prediction
-from keepbusy.report import race_words, run_report, verdict, words
+from keepbusy.report import labels, race_words, run_report, verdict
+from keepbusy.report.labels import ledger_place, tame
 from keepbusy.report.paper import (
     BROKEN,
     FAINT,
@@ -31,7 +32,6 @@ from keepbusy.report.paper import (
     unbroken,
 )
 from keepbusy.report.source import fix_line, source_of
-from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline import figures
 from keepbusy.timeline.figures import duration, listing, share
 from keepbusy.timeline.run_facts import Cluster, Straggler
@@ -116,7 +116,7 @@ def _step(diagnosis: Diagnosis, width: int, colour: bool) -> Iterator[Renderable
 def _cause(diagnosis: Diagnosis, number: int, cause: Cause, width: int) -> Iterator[RenderableType]:
     """A cause: its idle time, its place, and the line that fixes it."""
     step, shown = diagnosis.plain_step, ledger_place(cause.cause)
-    reworded = words.of_a_script if diagnosis.one_turn else str
+    reworded = labels.of_a_script if diagnosis.one_turn else str
     per = "" if diagnosis.one_turn else " per iteration"
     idle = f"GPU idle {duration(cause.wait, step)}{per} ({share(cause.wait, step)})"
     yield line((f"{number}  ", f"bold {shown.colour}"), (shown.sentence, STRONG), (f" · {cause.cause}", FAINT))
@@ -161,9 +161,9 @@ def _place(cause: Cause, width: int) -> RenderableType:
     source = source_of(where)
     likely = f"likely line {source.line}: " if source and source.likely else ""
     return line(
-        (words.spot(where, max(24, width - 40)), PLACE + link_to(where)),
+        (labels.spot(where, max(24, width - 40)), PLACE + link_to(where)),
         (details, FAINT),
-        *((("\n", ""), (likely, FAINT), words.cut(source.text, width - 3 - len(likely))) if source else ()),
+        *((("\n", ""), (likely, FAINT), labels.cut(source.text, width - 3 - len(likely))) if source else ()),
         indent=3,
     )
 
@@ -172,9 +172,9 @@ def _other_sites(cause: Cause) -> str:
     """The cause's other places that matter; the first two by name."""
     waits: dict[str, int] = {}
     for site in cause.sites:
-        place = words.spot(site.where, 40)
+        place = labels.spot(site.where, 40)
         waits[place] = waits.get(place, 0) + site.wait
-    own_place = words.spot(cause.where, 40)
+    own_place = labels.spot(cause.where, 40)
     others = [place for place, wait in waits.items() if place != own_place and wait >= _WORTH_A_PLACE * cause.wait]
     named = [f"{place} ({duration(waits[place])})" for place in others[:2]]
     if len(others) > 2:
@@ -352,7 +352,7 @@ def render_comparison(
 
 
 def _changes(comparison: Comparison, width: int, colour: bool) -> Iterator[RenderableType]:
-    sides = " → ".join(words.files(side.sources) or "a run" for side in (comparison.before, comparison.after))
+    sides = " → ".join(labels.files(side.sources) or "a run" for side in (comparison.before, comparison.after))
     yield line(("keepbusy", STRONG), (f" · {sides}", FAINT))
     yield _BLANK
     yield _step_changed(comparison)
@@ -376,7 +376,7 @@ def _changes(comparison: Comparison, width: int, colour: bool) -> Iterator[Rende
             (f"{change.verdict:11}", _VERDICT_STYLES.get(change.verdict, FAINT)),
             (ledger_place(change.cause).label, STRONG),
             f" · fixing it: {figures.transition(gain.before, gain.after)} · ",
-            (words.spot(change.where), PLACE),
+            (labels.spot(change.where), PLACE),
         )
     if comparison.notes:
         yield _BLANK
@@ -404,10 +404,10 @@ def _fixes_made(comparison: Comparison) -> Iterator[RenderableType]:
     yield _BLANK
     for outcome in comparison.plan:
         fix, verdict = outcome.fix, "made" if outcome.made else "not made"
-        where = words.at(fix.where[0], 48) if fix.where else ""
+        where = labels.at(fix.where[0], 48) if fix.where else ""
         change = figures.transition(fix.predicted.step + fix.gain, fix.predicted.step)
         style = _BETTER if outcome.made else FAINT
-        yield line((f"{verdict:9}", style), (words.fix(fix.fix), STRONG), f"{where}   ", change)
+        yield line((f"{verdict:9}", style), (labels.fix(fix.fix), STRONG), f"{where}   ", change)
     if comparison.foretold is not None:
         step, predicted = comparison.step, comparison.foretold
         span = figures.span_of(predicted.low, predicted.high, step.before)

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import Diagnosis, Turns
-from keepbusy.report import edges, race_words, words
+from keepbusy.report import edges, labels, race_words
+from keepbusy.report.labels import ledger_place
 from keepbusy.report.paper import FAINT, STRONG, laid_out, line, unbroken
 from keepbusy.report.source import source_of
-from keepbusy.report.words import ledger_place
 from keepbusy.timeline.figures import duration
 from keepbusy.timeline.model import EVERY_LANE, NONE, WORKERS, Ints, Kind, Lane, Mask
 from keepbusy.timeline.replay import at_work_from, run, steady
@@ -204,7 +204,7 @@ def _thread_name(lane: Lane, is_main: bool) -> str:
 
 def _row(name: str, drawn: Text, style: str = FAINT) -> Text:
     return Text.assemble(
-        (f"{words.cut(name, MARGIN - 2):>{MARGIN - 2}}  ", style), drawn, no_wrap=True, overflow="ignore"
+        (f"{labels.cut(name, MARGIN - 2):>{MARGIN - 2}}  ", style), drawn, no_wrap=True, overflow="ignore"
     )
 
 
@@ -329,11 +329,11 @@ def _boxes(iterations: Turns, times: RowTimes, cells: Cells) -> Iterator[Box]:
 def _line_in(where: Where, room: int) -> str:
     """`21 result = batch @ weights`, or its beginning if there is little room."""
     source, number = source_of(where), str(where.line) if where.line else ""
-    file = words.tame(where.file.replace("\\", "/").rpartition("/")[2])
-    text = f"{number} {source.text}".strip() if source else f"{file}:{number}" if number else words.tame(str(where))
+    file = labels.tame(where.file.replace("\\", "/").rpartition("/")[2])
+    text = f"{number} {source.text}".strip() if source else f"{file}:{number}" if number else labels.tame(str(where))
     if room < len(number) + LEAST_BOX or (number and not source and len(text) > room):
         return number if len(number) <= room else ""
-    return words.cut(text, room)
+    return labels.cut(text, room)
 
 
 def _merged(start: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -375,7 +375,7 @@ def _meanings(diagnosis: Diagnosis, iterations: Turns, numbered: Numbered, windo
     ranks, per = len(iterations.timeline.ranks), " per iteration" if window.iterations > 1 else ""
     for number, ((cause, where), idle) in enumerate(numbered.items()):
         if number < 9 and idle / ranks >= WORTH_A_NUMBER * window.length:
-            place = words.at(where, 60) if where else ""
+            place = labels.at(where, 60) if where else ""
             time = duration(round(idle * iterations.ratio / ranks / window.iterations), diagnosis.plain_step) + per
             colour = f"bold {ledger_place(cause).colour}"
             yield Text.assemble((f"{_mark(number, cause)}  ", colour), f"{time}  {ledger_place(cause).label}{place}")

@@ -11,11 +11,11 @@ from rich.text import Text
 
 from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import Diagnosis, PlannedFix
-from keepbusy.report import race_words, run_report, words
+from keepbusy.report import labels, race_words, run_report
+from keepbusy.report.labels import ledger_place, tame
 from keepbusy.report.paper import BROKEN, FAINT, GAIN, PLACE, STRONG, WITHOUT_END, laid_out, link_to
 from keepbusy.report.run_report import PlanRow
 from keepbusy.report.source import source_of
-from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline.figures import change, duration, figure, share, span_of, transition
 from keepbusy.timeline.model import NONE
 
@@ -58,10 +58,11 @@ def render(
 
 def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagnosis) -> list[str]:
     """For a run with fixes: the fixes made, the graphs, the fixes left to the author, and the time of an iteration."""
-    rows = [f"made          {words.fix(fix)} at {where}" for fix, where in made["written"]] or ["made          nothing"]
+    rows = [f"made          {labels.fix(fix)} at {where}" for fix, where in made["written"]]
+    rows = rows or ["made          nothing"]
     rows += [f"graph         {tame(sentence)}" for sentence in (graphs[0].splitlines() if graphs else ())]
     rows += [f"              in one of {len(graphs)} processes"] * bool(graphs[1:])
-    rows += [f"left to you   {words.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
+    rows += [f"left to you   {labels.fix(fix)}{where}: {why}" for fix, where, why in made["left"][:MOST_LEFT]]
     if made["written"]:
         is_comparable = diagnosis.command == tuple(made["command"]) and diagnosis.cut_short is None
         of_run = made["length"], diagnosis.run.time if diagnosis.run is not None and is_comparable else 0
@@ -123,7 +124,7 @@ def header(diagnosis: Diagnosis, width: int) -> Text:
     """`keepbusy · train.py · NVIDIA H100 · 19.4 s, 1,200 iterations of train.py:670`; with less of it if narrow."""
     ranks = len(diagnosis.given)
     device = re.sub(r"[ -]\d+GB\b.*", "", tame(diagnosis.device, 40))  # `NVIDIA H100 80GB HBM3` is shown as H100
-    facts = [words.files(diagnosis.sources), device, f"{ranks:,} ranks" if ranks > 1 else ""]
+    facts = [labels.files(diagnosis.sources), device, f"{ranks:,} ranks" if ranks > 1 else ""]
     length = _length(diagnosis)
     short = re.sub(rf" of (?:\S*/)?{re.escape(facts[0])}:", " of line ", length) if facts[0] else length
     shortest = length.partition(" of ")[0]
@@ -204,7 +205,7 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
     shown = rows[:listed]
     while len(shown) > 1 and _shows_no_difference(shown[-1]):
         del shown[-1]
-    names, predictions = [words.fix(row.fix.fix) for row in shown], [_in_short(row) for row in shown]
+    names, predictions = [labels.fix(row.fix.fix) for row in shown], [_in_short(row) for row in shown]
     room = width - 3 - 2 - 2 - max(map(len, names)) - max(map(len, predictions))
     places = [_region(row.fix) or _place(row.fix.where) for row in shown]
     if max(map(len, places)) > room:
@@ -282,7 +283,7 @@ def _place(where: tuple[Where, ...], most_lines: int = 3) -> str:
     """`train.py:31, 35 +2`: lines of one file, and how many more there are."""
     known = list(dict.fromkeys(place for place in where if place.file))
     if not known:
-        return words.cut(words.spot(where[0], LONGEST_PLACE), LONGEST_PLACE) if where else ""
+        return labels.cut(labels.spot(where[0], LONGEST_PLACE), LONGEST_PLACE) if where else ""
     shown, listed = short_place(known[0]), 1
     for place in known[1:most_lines]:
         if place.file != known[0].file or len(f"{shown}, {place.line}") > LONGEST_PLACE - 3:
@@ -294,7 +295,7 @@ def _place(where: tuple[Where, ...], most_lines: int = 3) -> str:
 def short_place(where: Where) -> str:
     """`train.py:31`, with its folders if there is room; the file's name is never cut off."""
     if not where.file:
-        return words.cut(str(where), LONGEST_PLACE)
+        return labels.cut(str(where), LONGEST_PLACE)
     path, line = where.file.replace("\\", "/"), f":{where.line}" if where.line else ""
     near = "" if where.exact or not where.line else "near "
     room = LONGEST_PLACE - len(line) - len(near)
@@ -308,9 +309,9 @@ def short_place(where: Where) -> str:
 def _code(fix: PlannedFix, room: int) -> str:
     """The fix that must come first, or the line to change."""
     if fix.first and room > 8:
-        return words.cut(f"first {words.fix(fix.first)}", room)
+        return labels.cut(f"first {labels.fix(fix.first)}", room)
     source = source_of(fix.where[0]) if fix.where and fix.where[0].file else None
-    return words.cut(source.text, room) if source and room > 8 else ""
+    return labels.cut(source.text, room) if source and room > 8 else ""
 
 
 def next_commands(commands: Commands, width: int, side_by_side: bool) -> list[Text]:
@@ -352,7 +353,7 @@ class Summary(NamedTuple):
 def summary(diagnosis: Diagnosis) -> Summary:
     """The words and numbers of `lines`, for all fixes."""
     rows = run_report.planned_rows(diagnosis)
-    items = tuple(Item(_place(row.fix.where), words.fix(row.fix.fix), _prediction(row)) for row in rows)
+    items = tuple(Item(_place(row.fix.where), labels.fix(row.fix.fix), _prediction(row)) for row in rows)
     are_runs_known = all(row.run_after != NONE for row in rows)
     saved = [row.run_before - row.run_after if are_runs_known else row.before - row.after for row in rows]
     savings = [0 if row.only_with else time for row, time in zip(rows, saved, strict=True)]

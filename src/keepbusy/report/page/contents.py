@@ -24,10 +24,10 @@ from keepbusy.causes import LEDGER
 from keepbusy.causes.places import Where
 from keepbusy.explain.comparison import Change, Comparison
 from keepbusy.explain.diagnosis import CAUSES, Cause, Diagnosis, Turns
-from keepbusy.report import race_words, run_report, verdict, words
+from keepbusy.report import labels, race_words, run_report, verdict
 from keepbusy.report.edges import missing_edges
+from keepbusy.report.labels import ledger_place, tame
 from keepbusy.report.source import fix_line, source_of, text_of
-from keepbusy.report.words import ledger_place, tame
 from keepbusy.timeline.busy_file import LENGTH, pack
 from keepbusy.timeline.edit import UNLIMITED, Edit
 from keepbusy.timeline.model import NONE, Ints, Kind, MemoryUse
@@ -74,7 +74,7 @@ def words_of(diagnosis: Diagnosis, source: str) -> dict[str, Any]:
     run, iterations = diagnosis.run, diagnosis.turns
     return {
         "version": __version__,
-        "source": _text(source or words.files(diagnosis.sources)),
+        "source": _text(source or labels.files(diagnosis.sources)),
         "looks": {
             place: {"name": ledger_place(place).label, "sentence": ledger_place(place).sentence} for place in LEDGER
         },
@@ -126,7 +126,7 @@ def _place(where: Where) -> dict[str, Any]:
     """A place; `source` is empty if the line is not known or the file does not exist."""
     source = source_of(where) if where.file else None
     return {
-        "text": words.spot(where, 80),
+        "text": labels.spot(where, 80),
         "file": _text(where.file),
         "line": source.line if source else where.line,
         "function": tame(where.function, 120),
@@ -156,7 +156,7 @@ def _plan(diagnosis: Diagnosis, items: tuple[verdict.Item, ...]) -> Iterator[dic
     for number, (row, item) in enumerate(zip(rows, items, strict=True)):
         fix = row.fix
         late = [run_report.lateness(rank, diagnosis.given) for rank in fix.late]
-        needs = {numbers.get(name) or words.fix(name): None for name in fix.needs if name != fix.named}
+        needs = {numbers.get(name) or labels.fix(name): None for name in fix.needs if name != fix.named}
         yield {
             "number": number,
             "fix": _text(item.fix),
@@ -168,7 +168,7 @@ def _plan(diagnosis: Diagnosis, items: tuple[verdict.Item, ...]) -> Iterator[dic
             "iterations": _text(run_report.iterations_meant(fix, diagnosis)),
             "alone": fix.alone,
             "needs": [_text(name) for name in needs],
-            "instead": [_text(words.fix(other)) for other in fix.instead],
+            "instead": [_text(labels.fix(other)) for other in fix.instead],
             "says": [_text(sentence) for sentence in (fix.reason, *late, fix.advice) if sentence],
             "code": _text(fix.code),
             "loop": _text(fix.loop),
@@ -184,8 +184,8 @@ def compared(comparison: Comparison) -> dict[str, Any]:
         "ledger": [[name, *_change(change)] for name, change in comparison.ledger.items()],
         "plan": [
             {
-                "fix": _text(words.fix(outcome.fix.fix)),
-                "where": words.spot(outcome.fix.where[0], 80) if outcome.fix.where else "",
+                "fix": _text(labels.fix(outcome.fix.fix)),
+                "where": labels.spot(outcome.fix.where[0], 80) if outcome.fix.where else "",
                 "made": outcome.made,
                 "saves": outcome.fix.gain,
             }

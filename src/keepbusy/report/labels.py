@@ -59,17 +59,16 @@ def ledger_place(place: str) -> LedgerPlace:
     return LEDGER.get(place) or LedgerPlace(place, place, "#8b9099", place)
 
 
-_EACH_EPOCH = "prepare_in_workers without persistent_workers"
+_LABELS = {
+    **{name: fix.label for name, fix in BY_NAME.items()},
+    "prepare_in_workers without persistent_workers": "use more loader workers, started in each epoch",
+}
 
 
 def fix(named: str) -> str:
     """A fix in words that users of PyTorch say, with its place if `named` has one: `readback at train.py:31`."""
     name, at_place, place = named.partition(" at ")
-    if name == _EACH_EPOCH:
-        label = "use more loader workers, started in each epoch"
-    else:
-        label = BY_NAME[name].label if name in BY_NAME else name
-    return f"{label}{at_place}{place}"
+    return f"{_LABELS.get(name, name)}{at_place}{place}"
 
 
 def files(sources: tuple[str, ...]) -> str:
