@@ -212,20 +212,17 @@ _JUMPS = ast.Break | ast.Continue | ast.Return | ast.Yield
 def _deciding(tree: ast.AST) -> set[int]:
     """The lines of tests, and of what the statement after them tests; but none on which only other code reads values,
     as in `if i % 2 == 0: print(float(loss))`."""
-    tests = list[ast.expr | ast.stmt]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.IfExp) or _chooses(node):
-            tests.append(node.test)
-        for body in (getattr(node, part, ()) for part in ("body", "orelse", "finalbody")):
-            for assignment, after in pairwise(body if isinstance(body, list) else ()):
-                if isinstance(assignment, ast.Assign | ast.AnnAssign) and _chooses(after):
-                    names = (name for name in ast.walk(assignment) if isinstance(name, ast.Name))
-                    stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-                    if any(isinstance(name, ast.Name) and name.id in stored for name in ast.walk(after.test)):
-                        tests.append(assignment)
-    tested = [node for test in tests for node in ast.walk(test)]
-    known = {id(node) for node in tested}
-    read_beside = _reading_lines(node for node in ast.walk(tree) if id(node) not in known)
+    nodes = list(ast.walk(tree))
+    tests: list[ast.AST] = [node.test for node in nodes if isinstance(node, ast.IfExp) or _chooses(node)]
+    bodies = [body for node in nodes for _, body in ast.iter_fields(node) if isinstance(body, list)]
+    for statement, after in (pair for body in bodies for pair in pairwise(body)):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and _chooses(after):
+            names = (name for name in ast.walk(statement) if isinstance(name, ast.Name))
+            stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            if any(isinstance(name, ast.Name) and name.id in stored for name in ast.walk(after.test)):
+                tests.append(statement)
+    tested = {node for test in tests for node in ast.walk(test)}
+    read_beside = _reading_lines(node for node in nodes if node not in tested)
     lines = set[int]().union(*map(_lines_of, tests))
     return lines - (read_beside - _reading_lines(tested))
 
@@ -238,9 +235,8 @@ def _reading_lines(nodes: Iterable[ast.AST]) -> set[int]:
 
 def _chooses(node: ast.AST) -> TypeGuard[ast.If | ast.While]:
     """What is only said, noted or raised comes as well a turn later."""
-    return isinstance(node, ast.While) or (
-        isinstance(node, ast.If) and not all(map(_can_wait, [*node.body, *node.orelse]))
-    )
+    is_choice = isinstance(node, ast.If) and not all(map(_can_wait, [*node.body, *node.orelse]))
+    return is_choice or isinstance(node, ast.While)
 
 
 def _can_wait(statement: ast.stmt) -> bool:
@@ -254,7 +250,7 @@ def _called_name(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
 
 
-def _lines_of(node: ast.expr | ast.stmt) -> range:
+def _lines_of(node: Any) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
