@@ -74,21 +74,15 @@ def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
 
     visits = _Visits.of(timeline, known.lane, line_of)
     recorded = whole = visits.whereabouts(int(timeline.spans.end.max(initial=0)))
+    busy_until = busy_in_whole_run = _busy_until(timeline, known.wires)
     if samples is not None:
         whole = _whole_run(recorded, samples, codes)
+        busy_in_whole_run = _busy_in_whole_run(whole, busy_until, samples.gaps)
     in_order = visits if known.exact is None else _Visits.of(timeline, known.lane, line_of, known.exact)
     times = np.append(in_order.start[~in_order.passing], in_order.end.max(initial=0))
     read = LineIterations(times, in_order.chain[~in_order.passing], in_order.known, codes, sources)
-    if known.counts is not None:
-        in_whole_run = _counted(known.counts, whole.known, sources)
-        iterations = in_whole_run if samples is None else in_whole_run.moved(samples.gaps.recorded_alone)
-        # Python counts calls of functions that hold a loop, and no others
-        iterations = replace(iterations, calls={**read.calls, **iterations.calls})
-        in_whole_run = replace(in_whole_run, calls={**read.calls, **in_whole_run.calls})
-    else:
-        iterations = LoopIterations(read.ends, read.calls, read.unsure())
-        in_whole_run = iterations if samples is None else iterations.moved(samples.gaps.real)
-    busy_until = _busy_until(timeline, known.wires)
+    counted = None if known.counts is None else _counted(known.counts, whole.known, sources)
+    iterations, in_whole_run = _iterations(read, counted, samples.gaps if samples is not None else None)
     nests = [_nest(chain, codes, sources, iterations.ends) for chain in recorded.known]
 
     def times_of(where: Whereabouts, ends: LoopIterations, busy: BusyUntil, holders: Iterable[int]) -> LoopTimes:
@@ -103,15 +97,26 @@ def with_loops(timeline: Timeline, known: LoopEvidence) -> Timeline:
     if nest and nest[-1] in iterations.unsure and not has_steps(timeline):
         nest = ()  # iterations would be missing; the steps are found in another way
     holders = {code for code, _ in (*nest, *loops_beside(nest, nests))}
-    of_recorded = of_whole = times_of(recorded, iterations, busy_until, holders)
-    if samples is not None:
-        busy_in_whole_run = _busy_in_whole_run(whole, busy_until, samples.gaps)
-        of_whole = times_of(whole, in_whole_run, busy_in_whole_run, holders)
+    of_recorded = times_of(recorded, iterations, busy_until, holders)
+    of_whole = of_recorded if samples is None else times_of(whole, in_whole_run, busy_in_whole_run, holders)
     other_threads = [(Line(codes.number(code), line), time) for (code, line), time in known.other_threads]
     timeline = timeline.change_facts(run=RunTree(of_whole).root(other_threads, known.ran))
     loops = innermost_loops(of_recorded) if nest else []
     trains = next((loop for loop in loops if loop.nest[-1] == nest[-1]), None)
     return timeline if trains is None else with_marks(timeline, known.lane, trains, loops)
+
+
+def _iterations(
+    read: LineIterations, counted: LoopIterations | None, gaps: LogGaps | None
+) -> tuple[LoopIterations, LoopIterations]:
+    """Iterations in the recorded part, whose lines are read, and in the whole run, in which Python counts."""
+    if counted is None:
+        recorded = LoopIterations(read.ends, read.calls, read.unsure())
+        return recorded, recorded if gaps is None else recorded.moved(gaps.real)
+    recorded = counted if gaps is None else counted.moved(gaps.recorded_alone)
+    # Python counts calls of functions that hold a loop, and no others
+    recorded, whole = (replace(part, calls={**read.calls, **part.calls}) for part in (recorded, counted))
+    return recorded, whole
 
 
 def _counted(counts: IterationCounts, known: Sequence[Chain], sources: SourceLoops) -> LoopIterations:
@@ -231,10 +236,9 @@ def _busy_until(timeline: Timeline, wires: Mapping[int, int]) -> BusyUntil:
         begin, end = start[on_device], np.maximum.accumulate(spans.end[on_device])
         begins = np.flatnonzero(np.append(True, begin[1:] > end[:-1]))
         begun, ended = begin[begins], end[np.append(begins[1:] - 1, len(end) - 1)]
-        done = np.cumsum(ended - begun)
-        curves.append(
-            (np.stack([begun, ended], axis=1).ravel(), np.stack([done - (ended - begun), done], axis=1).ravel())
-        )
+        worked = ended - begun
+        done = np.cumsum(worked)
+        curves.append((np.stack([begun, ended], axis=1).ravel(), np.stack([done - worked, done], axis=1).ravel()))
 
     def busy_until(moments: Ints) -> NDArray[np.float64]:
         nothing = np.zeros(len(moments))
