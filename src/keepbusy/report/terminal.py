@@ -215,11 +215,9 @@ def rows_of(ledger: Mapping[str, int], causes: Sequence[str]) -> list[Row]:
     numbered = [cause for cause in causes if cause not in _WORK_OF_THE_DEVICE]
     order = [place for place in LEDGER if place in _WORK_OF_THE_DEVICE]
     order += [*numbered, *(place for place in LEDGER if place not in order and place not in numbered)]
-    return [Row(place, ledger[place], _mark(place, numbered)) for place in order if ledger.get(place, 0) > 0]
-
-
-def _mark(place: str, numbered: list[str]) -> str:
-    return str(numbered.index(place) + 1) if place in numbered[:9] else ledger_place(place).letter
+    numbers = {cause: str(number) for number, cause in enumerate(numbered[:9], 1)}
+    present = [place for place in order if ledger.get(place, 0) > 0]
+    return [Row(place, ledger[place], numbers.get(place) or ledger_place(place).letter) for place in present]
 
 
 def bar(rows: Sequence[Row], width: int, colour: bool, whole: int = 0) -> Text:
@@ -254,22 +252,23 @@ def _cells(times: Sequence[int], whole: int, width: int) -> list[int]:
 
 def _legend(rows: Sequence[Row], colour: bool, whole: int, width: int) -> RenderableType:
     """Name, time and share of each row; rows under 1% are summed in one."""
+
+    def entry(mark: Text, label: str, time: int, style: str = "") -> list[Text]:
+        return [mark, *(Text(text, style) for text in (label, duration(time, whole), share(time, whole)))]
+
     shown = [row for row in rows if row.time >= _SMALL * whole or row.place == COMPUTING]
     small = [row for row in rows if row not in shown]
     entries = list[list[Text]]()
     for row in shown:
-        place = ledger_place(row.place)
-        key = Text("■" if not row.mark.isdigit() else row.mark, f"bold {place.colour}") if colour else Text(row.mark)
-        entries.append([key, *map(Text, (place.label, duration(row.time, whole), share(row.time, whole)))])
+        place, mark = ledger_place(row.place), "■" if colour and not row.mark.isdigit() else row.mark
+        entries.append(entry(Text(mark, f"bold {place.colour}"), place.label, row.time))
     if small:
-        time = sum(row.time for row in small)
-        names = ledger_place(small[0].place).label if len(small) == 1 else f"{len(small)} smaller ones"
-        entries.append([Text(" "), *(Text(text, FAINT) for text in (names, duration(time, whole), share(time, whole)))])
+        label = ledger_place(small[0].place).label if len(small) == 1 else f"{len(small)} smaller ones"
+        entries.append(entry(Text(" "), label, sum(row.time for row in small), FAINT))
     columns = 2 if width >= 84 and len(entries) > 3 else 1
     table = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(columns):
-        for justify in ("right", "left", "right", "right"):
-            table.add_column(justify=justify, no_wrap=True, min_width=20 if justify == "left" else None)
+    for justify in ("right", "left", "right", "right") * columns:
+        table.add_column(justify=justify, no_wrap=True, min_width=20 if justify == "left" else None)
     height = -(-len(entries) // columns)
     for index in range(height):
         table.add_row(*[cell for entry in entries[index::height] for cell in entry])
@@ -303,15 +302,12 @@ def _late_ranks(cluster: Cluster) -> Iterator[RenderableType]:
 
 
 def _ranks_and_host(straggler: Straggler) -> str:
-    host = tame(straggler.host, 40)
-    if len(straggler.ranks) == 1:
-        return f"rank {straggler.ranks[0]}{f' on {host}' if host else ''}"
-    return f"{host}, {len(straggler.ranks)} ranks ({_ranks(straggler.ranks)})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
+    host, ranks = tame(straggler.host, 40), straggler.ranks
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}{f' on {host}' if host else ''}"
     is_range = ranks[-1] - ranks[0] == len(ranks) - 1
-    return f"{ranks[0]}–{ranks[-1]}" if is_range else listing([str(rank) for rank in ranks])
+    listed = f"{ranks[0]}–{ranks[-1]}" if is_range else listing([str(rank) for rank in ranks])
+    return f"{host}, {len(ranks)} ranks ({listed})"
 
 
 def _other_ranks(cluster: Cluster) -> Iterator[str]:
