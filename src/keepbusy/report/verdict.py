@@ -210,21 +210,21 @@ def _items(diagnosis: Diagnosis, rows: list[PlanRow], listed: int, width: int) -
     places = [_region(row.fix) or _place(row.fix.where) for row in shown]
     if max(map(len, places)) > room:
         places = [_region(row.fix) or _place(row.fix.where, most_lines=1) for row in shown]
-    is_narrow = max(map(len, places)) > room
+    widest = max(map(len, places))
     items = list[Text]()
     for number, (row, place, name, prediction) in enumerate(zip(shown, places, names, predictions, strict=True), 1):
         style = PLACE + (link_to(row.fix.where[0]) if place else "")
-        if not is_narrow:
-            text = Text(f"{number}  ", STRONG)
-            if any(places):
-                text.append(place.ljust(max(map(len, places))), style).append("  ")
-            text.append(name, STRONG)
-            code = _code(row.fix, width - 5) if len(shown) == 1 or row.fix.first else ""
-            below = [Text(f"     {code}", FAINT)] if code else []
-        else:
+        if widest > room:
             text = Text.assemble((f"{number}  ", STRONG), (tame(name, width - 5 - len(prediction)), STRONG))
             code = _code(row.fix, width - 5 - len(place))
             below = [Text.assemble("   ", (place, style), (f"  {code}".rstrip(), FAINT))]
+        else:
+            text = Text(f"{number}  ", STRONG)
+            if widest:
+                text.append(place.ljust(widest), style).append("  ")
+            text.append(name, STRONG)
+            code = _code(row.fix, width - 5) if len(shown) == 1 or row.fix.first else ""
+            below = [Text(f"     {code}", FAINT)] if code else []
         text.append(" " * max(2, width - text.cell_len - len(prediction)))
         items += [text.append(prediction, GAIN), *below]
     if total := _total(diagnosis, rows):
