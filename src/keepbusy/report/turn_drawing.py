@@ -8,8 +8,8 @@ copies              [10 batch.to(]───────────────�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -203,9 +203,8 @@ def _thread_name(lane: Lane, is_main: bool) -> str:
 
 
 def _row(name: str, drawn: Text, style: str = FAINT) -> Text:
-    return Text.assemble(
-        (f"{labels.cut(name, MARGIN - 2):>{MARGIN - 2}}  ", style), drawn, no_wrap=True, overflow="ignore"
-    )
+    margin = f"{labels.cut(name, MARGIN - 2):>{MARGIN - 2}}  "
+    return Text.assemble((margin, style), drawn, no_wrap=True, overflow="ignore")
 
 
 def _thread(times: RowTimes, cells: Cells, tones: list[tuple[str, Mask]], launches: Ints) -> Text:
@@ -271,29 +270,33 @@ def _stream_name(lane: Lane, role: str) -> str:
 def _stream(iterations: Turns, times: RowTimes, waits: Mapping[int, DrawnWait], cells: Cells, unicode: bool) -> Text:
     """A box for what one line launched in one iteration, with the line's number and text if there is room, and before
     it what it waits for."""
-    timeline, idle = iterations.timeline, ("─" if unicode else "-", FAINT)
-    boxes, kind = list(_boxes(iterations, times, cells)), timeline.spans.kind[times.row]
+    idle, kind = ("─" if unicode else "-", FAINT), iterations.timeline.spans.kind[times.row]
+    boxes = list(_boxes(iterations, times, cells))
     wide = [box for box in boxes if box.last - box.first >= LEAST_BOX]
     not_boxed = np.ones(len(times.row), bool)
     not_boxed[[index for box in wide for index in box.rows]] = False
     filled, letters = _filled_by_work(cells, kind, times.start, times.end, not_boxed)
     drawn = [idle if cell[0] == " " else cell for cell in _letters(cells, np.array(filled), letters)]
     for first, last, where, rows in wide:
-        shown = ledger_place(_DEVICE[Kind(int(kind[rows[-1]]))])
-        name = _line_in(where, last - first - 2)
-        inside = f"{name} " if name and len(name) < last - first - 2 else name
-        text = f"[{inside}{shown.letter * (last - first - 2 - len(inside))}]"
-        drawn[first:last] = [(character, shown.colour) for character in text]
+        shown, room = ledger_place(_DEVICE[Kind(int(kind[rows[-1]]))]), last - first - 2
+        name = _line_in(where, room)
+        inside = f"{name} "[:room] if name else ""
+        drawn[first:last] = [(character, shown.colour) for character in f"[{inside.ljust(room, shown.letter)}]"]
+
+    def fitting(phrases: Iterable[str], neighbours: Sequence[tuple[str, str]]) -> str:
+        room = len(list(takewhile(idle.__eq__, neighbours)))
+        return next((phrase for phrase in phrases if len(phrase) < room), "")
+
     for first, last, where, rows in boxes:
         wait = next((waits[row] for row in times.row[rows].tolist() if row in waits), None)
         if wait is None or first >= cells.columns:
             continue
-        is_wide = last - first >= LEAST_BOX
-        neighbours = drawn[:first][::-1] if is_wide else drawn[max(last, first + 1) :]
-        room = next((index for index, cell in enumerate(neighbours) if cell != idle), len(neighbours))
-        phrases = wait.words if is_wide else [f" {where.line} {phrase} " for phrase in wait.words]
-        text = next((phrase for phrase in phrases if len(phrase) < room), "")
-        begin = first - len(text) if is_wide else max(last, first + 1)
+        if last - first >= LEAST_BOX:  # the words end where the box begins
+            text = fitting(wait.words, drawn[:first][::-1])
+            begin = first - len(text)
+        else:  # they follow it, with the line number that it has no room for
+            begin = max(last, first + 1)
+            text = fitting([f" {where.line} {phrase} " for phrase in wait.words], drawn[begin:])
         drawn[begin : begin + len(text)] = [(character, wait.colour) for character in text]
         drawn[first] = (wait.mark, wait.colour)
     return Text.assemble(*drawn)
