@@ -11,15 +11,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from keepbusy.log.kernel_times import DeviceEvent, KernelTimes, device_events, learn
 from keepbusy.log.log_file import DriverLog, device_commands
 from keepbusy.program.loops.codes import in_common
+from keepbusy.timeline.model import Ints
 
 _CLOCKS_DIFFER = 20_000_000
 """Nanoseconds by which the two clocks, compared once per window, may differ."""
@@ -76,7 +77,7 @@ class CallOperators:
         return usual
 
 
-def call_keys(log: DriverLog) -> NDArray[np.int64]:
+def call_keys(log: DriverLog) -> Ints:
     """The `CallKey` of each row, as columns."""
     stack, call, thread = (log.rows[name].astype(np.int64) for name in ("stack", "call", "thread"))
     before = np.zeros(len(call), np.int64)
@@ -181,7 +182,7 @@ class _Operator(NamedTuple):
 
 
 def _learn_operators(
-    operators: CallOperators, log: DriverLog, keys: NDArray[np.int64], trace: Sequence[dict[str, Any]], ahead: int
+    operators: CallOperators, log: DriverLog, keys: Ints, trace: Sequence[dict[str, Any]], ahead: int
 ) -> None:
     by_thread = defaultdict[int, list[_Operator]](list)
     for event in trace:
@@ -197,16 +198,30 @@ def _learn_operators(
 
 
 def _learn_of_thread(
-    operators: CallOperators,
-    log: DriverLog,
-    keys: NDArray[np.int64],
-    recorded: Sequence[_Operator],
-    rows: NDArray[np.intp],
+    operators: CallOperators, log: DriverLog, keys: Ints, recorded: Sequence[_Operator], rows: Ints
 ) -> None:
-    key_of = {row: CallKey(*key) for row, key in zip(rows.tolist(), keys[rows].tolist(), strict=True)}
-    around, chain, opened = list[list[int]](), list[int](), 0
+    calls = [CallKey(*key) for key in keys[rows].tolist()]
     begins, ends = log.begin[rows].tolist(), (log.begin + log.took)[rows].tolist()
-    for moment in begins:
+    open_at = _open_operators(recorded, begins)
+    for key, (chain_before, chain) in zip(calls, pairwise([[], *open_at]), strict=True):
+        around_call = Operators(tuple(recorded[index].name for index in chain), in_common(chain, chain_before))
+        operators.around[key][around_call] += 1
+        operators.around_any[key[:2]][around_call] += 1
+        if kernel := operators.functions.get(key.call, 0):
+            operators.around_function[key.stack, kernel][around_call] += 1
+    calling = {index for chain in open_at for index in chain}
+    starts = [operator.begin for operator in recorded]
+    for gap, free, until in zip(pairwise(calls), ends[:-1], begins[1:], strict=True):
+        if 2 * _SHORTEST < until - free < operators.shortest.get(gap, math.inf):
+            operators.shortest[gap] = until - free
+            within = range(bisect_right(starts, free), bisect_left(starts, until))
+            operators.between[gap] = [*_host_operators(recorded, within, calling, free, until)]
+
+
+def _open_operators(recorded: Sequence[_Operator], moments: Sequence[int]) -> list[list[int]]:
+    """The operators that are open at each moment, from the outside in, by their index."""
+    open_at, chain, opened = list[list[int]](), list[int](), 0
+    for moment in moments:
         while opened < len(recorded) and recorded[opened].begin <= moment:
             while chain and recorded[chain[-1]].end < recorded[opened].end:
                 chain.pop()
@@ -214,23 +229,8 @@ def _learn_of_thread(
             opened += 1
         while chain and recorded[chain[-1]].end < moment:
             chain.pop()
-        around.append([*chain])
-    for index, row in enumerate(rows.tolist()):
-        key, shared = key_of[row], in_common(around[index], around[index - 1]) if index else 0
-        around_call = Operators(tuple(recorded[operator].name for operator in around[index]), shared)
-        operators.around[key][around_call] += 1
-        operators.around_any[key[:2]][around_call] += 1
-        if kernel := operators.functions.get(key.call, 0):
-            operators.around_function[key.stack, kernel][around_call] += 1
-    calling = {operator for chain in around for operator in chain}
-    starts = [operator.begin for operator in recorded]
-    for index in range(1, len(rows)):
-        keys_of_gap = key_of[int(rows[index - 1])], key_of[int(rows[index])]
-        free, until = ends[index - 1], begins[index]
-        if 2 * _SHORTEST < until - free < operators.shortest.get(keys_of_gap, math.inf):
-            operators.shortest[keys_of_gap] = until - free
-            within = range(bisect_right(starts, free), bisect_left(starts, until))
-            operators.between[keys_of_gap] = [*_host_operators(recorded, within, calling, free, until)]
+        open_at.append([*chain])
+    return open_at
 
 
 def _host_operators(
