@@ -65,31 +65,33 @@ def without_broken_off(timeline: Timeline) -> Timeline:
     ended, loop = timeline.facts.cut_short, place_of_loop(timeline.facts.loop)
     if ended is None or not timeline.facts.is_whole:  # no window of a live recording holds such an iteration
         return timeline
-    frames, launches = timeline.frames, timeline.launches
-    lines = np.flatnonzero(frames.kind == FrameKind.LINE)
-    written = [source_line(timeline.names[name]) or ("", 0, "") for name in frames.name[lines].tolist()]
-    if len(timeline.marks):
-        if not loop or (ended.within and loop not in ended.within):
-            return timeline
-        in_file = lines[np.array([file == loop.rpartition(":")[0] for file, _, _ in written], bool)]
-        last = [int(timeline.marks_of(rank)[-1]) for rank in timeline.ranks]
-        if all((frames.start[in_file] >= timeline.spans.start[mark]).any() for mark in last):
-            return timeline  # the unfinished iteration begins at the last mark
-        return timeline.change(marks=np.setdiff1d(timeline.marks, last))
-    raised = np.zeros(len(frames) + 1, bool)  # one more entry for no frame
-    raised[lines] = [f"{file}:{line}" == ended.place for file, line, _ in written]
-    if not raised.any() or len(timeline.ranks) > 1:
+    lines = np.flatnonzero(timeline.frames.kind == FrameKind.LINE)
+    written = [source_line(timeline.names[name]) or ("", 0, "") for name in timeline.frames.name[lines].tolist()]
+    if not len(timeline.marks):
+        raised = lines[np.array([f"{file}:{line}" == ended.place for file, line, _ in written], bool)]
+        return _without_last_visit(timeline, lines, raised) if len(raised) and len(timeline.ranks) == 1 else timeline
+    if not loop or (ended.within and loop not in ended.within):
         return timeline
-    within, count = raised, 0  # the line's frames, and those within them
+    in_file = lines[np.array([file == loop.rpartition(":")[0] for file, _, _ in written], bool)]
+    last = [int(timeline.marks_of(rank)[-1]) for rank in timeline.ranks]
+    if all((timeline.frames.start[in_file] >= timeline.spans.start[mark]).any() for mark in last):
+        return timeline  # the unfinished iteration begins at the last mark
+    return timeline.change(marks=np.setdiff1d(timeline.marks, last))
+
+
+def _without_last_visit(timeline: Timeline, lines: Ints, raised: Ints) -> Timeline:
+    """Without what was done since the program's thread left the line before the last visit of the one that raised."""
+    frames, within, count = timeline.frames, np.zeros(len(timeline.frames) + 1, bool), 0  # one more entry for no frame
+    within[raised] = True
     while (inside := int(within.sum())) != count:
         within, count = within | np.append(within[frames.parent], False), inside
-    first_lane = lines[frames.lane[lines] == frames.lane[np.flatnonzero(raised)[0]]]
-    others, last_visit = first_lane[~within[first_lane]], frames.start[np.flatnonzero(raised)].max()
+    others = lines[(frames.lane[lines] == frames.lane[raised[0]]) & ~within[lines]]
+    last_visit = frames.start[raised].max()
     if (frames.start[others] > last_visit).any():
         return timeline  # only an earlier visit of that line was recorded, which did not raise
     ended_before = frames.end[others][frames.end[others] <= last_visit].max(initial=0)
     kept = timeline.on_device | (timeline.spans.start < ended_before)
-    kept[launches.target] = kept[launches.source]
+    kept[timeline.launches.target] = kept[timeline.launches.source]
     return timeline.keep(kept)
 
 
@@ -106,13 +108,14 @@ def _only_step(timeline: Timeline, count: int) -> Timeline | None:
     if count > 2 or not timeline.on_device.any():
         return None
     is_script = facts.is_whole and facts.reason is None  # not a window on one of its loops
-    step = timeline if is_script or count < 2 else _cut(timeline, count, np.array([0, 1]))
-    is_whole_step = bool(facts.plain_runs) and not facts.one_turn
-    if count == 2 and not is_script and (is_whole_step or facts.plain_step is not None):
+    holds_a_step = count == 2 and not is_script
+    step = _cut(timeline, count, np.array([0, 1])) if holds_a_step else timeline
+    if holds_a_step and (facts.plain_step is not None or (facts.plain_runs and not facts.one_turn)):
         # a window may have just one long step of many: the host runs ahead into the next ones
         step = step.change_facts(one_turn=False)
     elif facts.is_whole or facts.one_turn or facts.traced:
-        step = as_one_step(step).change_facts(notes=(*facts.notes, *((ONE_CALL,) if facts.traced else ())))
+        notes = (*facts.notes, ONE_CALL) if facts.traced else facts.notes
+        step = as_one_step(step).change_facts(notes=notes)
     else:
         return None
     return step if step.on_device.any() else None
@@ -120,14 +123,10 @@ def _only_step(timeline: Timeline, count: int) -> Timeline | None:
 
 def as_one_step(timeline: Timeline) -> Timeline:
     """A whole script without steps as one step, from the launch of its first command on."""
-    launched = timeline.launches.source
-    first = [launched[timeline.rank_of_rows[launched] == rank].min(initial=len(timeline)) for rank in timeline.ranks]
-    marks = np.array([row for row in first if row < len(timeline)], np.int64)
-    row, rank = np.arange(len(timeline)), timeline.rank_of_rows
-    kept = np.zeros(len(timeline), bool)
-    for mark in marks.tolist():
-        kept |= (rank == rank[mark]) & (row >= mark)
-    return timeline.change(marks=np.sort(marks)).keep(kept).change_facts(one_turn=True)
+    launched, rank = timeline.launches.source, timeline.rank_of_rows
+    first = np.array([launched[rank[launched] == number].min(initial=len(timeline)) for number in timeline.ranks])
+    kept = np.arange(len(timeline)) >= first[np.searchsorted(timeline.ranks, rank)]
+    return timeline.change(marks=np.sort(first[first < len(timeline)])).keep(kept).change_facts(one_turn=True)
 
 
 def without_timer_reads(timeline: Timeline) -> Timeline:
