@@ -79,7 +79,6 @@ def _joined_facts(facts_of: Mapping[int, RunFacts], iterations: int) -> RunFacts
     trees = {rank: facts.run for rank, facts in facts_of.items() if facts.run is not None}
     endings = [replace(facts.cut_short, rank=rank) for rank, facts in facts_of.items() if facts.cut_short is not None]
     loaders = [replace(use, rank=rank) for rank, facts in facts_of.items() for use in facts.loaders]
-    beside = {number for facts in all_facts for number in facts.beside if number < iterations - 1}
     return replace(
         first,
         sources=tuple(dict.fromkeys(facts.source for facts in all_facts)),  # ranks may share one script
@@ -91,7 +90,7 @@ def _joined_facts(facts_of: Mapping[int, RunFacts], iterations: int) -> RunFacts
         races=joined(race for facts in all_facts for race in facts.races),
         notes=(*first.notes, *where_ranks_differ(trees)),
         loop=first.loop if iterations else "",
-        beside=tuple(sorted(beside)),
+        beside=tuple(sorted({number for facts in all_facts for number in facts.beside if number < iterations - 1})),
     )
 
 
