@@ -186,7 +186,7 @@ MOST_FILES = 12
 """In a folder, besides __init__."""
 LINES = {
     "hang": 684,
-    "timeline": 3288,
+    "timeline": 3286,
     "traces": 2361,
     "program": 3371,
     "torch_names": 687,
@@ -195,8 +195,8 @@ LINES = {
     "causes": 1617,
     "fixes": 5671,
     "explain": 2523,
-    "report": 3301,
-    "runtime": 8156,
+    "report": 3300,
+    "runtime": 8171,
     "cli": 3909,
     "fix": 1559,
 }

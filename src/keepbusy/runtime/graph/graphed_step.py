@@ -529,7 +529,9 @@ class StepGraphs:
             step()
         return returned
 
-    def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
+    def _compare(self, captured: CapturedCall, call: StepCall, is_counted: bool = True) -> Any:
+        """`is_counted`: not for the call of the capture itself."""
+
         def eagerly(repeated: StepCall) -> Any:
             returned = self._worth.time_eager(lambda: self._as_written(repeated))
             return returned if captured.later is not None else detached(returned)
@@ -542,7 +544,8 @@ class StepGraphs:
             self._tally["replayed"] += 1
             self._schedules.steps = [*captured.schedules]
             return captured.replay(call.tensors)
-        self._tally["eager" if finding else "compared"] += 1
+        if is_counted:
+            self._tally["eager" if finding else "compared"] += 1
         if captured.is_doubted:
             self.finding = finding
         captured.is_doubted = bool(finding)  # sums in no order may be far apart once: what is wrong is so again
@@ -573,7 +576,7 @@ class StepGraphs:
         random = generator.get_state()
 
         def run() -> Any:
-            state = StepState([tensor for _, tensor in self._written.split()[0]], self._written.leaves())
+            state = self._state()
             generator.set_state(random)
             try:
                 with torch.enable_grad():
@@ -656,23 +659,35 @@ class StepGraphs:
         changes = changes_between(before, self._host.read())
         if changes:  # this once the graph does what its capture did on the host
             self.finding = f"it {changes[0].why}"
-        else:
-            captured.schedules, captured.read = [*self._schedules.steps], self._key.named()
-            self._captured[kind] = captured
-        if captured.later is not None:
-            return captured.replay_before_backward(call.tensors, self._made_again(call.given))
-        return captured.replay_filled(call.tensors)
+            if captured.later is not None:
+                return captured.replay_before_backward(call.tensors, self._made_again(call.given))
+            return captured.replay_filled(call.tensors)
+        captured.schedules, captured.read = [*self._schedules.steps], self._key.named()
+        self._captured[kind] = captured
+        self._schedules.steps.clear()
+        self._rates.send()
+        return self._compare(captured, call, is_counted=False)
 
     def _find_reads(self, call: StepCall, kind: Any, reason: Uncapturable) -> Any:
-        """One more eager call, as it always was, after which another capture may succeed."""
+        """One more call as it always was, in which is found what the host reads of constants; then another capture may
+        succeed."""
         self._reads[kind] = reads = ConstantReads(reason)
-        with CapturedConstants(reads):
-            if self._captured:
-                return self._eager(call)
+        run = self._as_written
+        if not self._captured:
             self._rates.count_on_host()
-            self._counts_on_device = False
-            self._tally["eager"] += 1
-            return self._eager_stream.run(call)
+            self._counts_on_device, run = False, self._eager_stream.run
+        self._tally["eager"] += 1
+        state = self._state()
+        try:
+            with CapturedConstants(reads):
+                return run(call)
+        except Exception:  # it may be that it cannot run while everything is watched
+            reads.results.clear()
+            state.restore()
+        return run(call)
+
+    def _state(self) -> StepState:
+        return StepState([tensor for _, tensor in self._written.split()[0]], self._written.leaves())
 
     def _captured_once(self, call: StepCall, alive: list[Any], kind: Any) -> CapturedCall:
         """What some steps alone need is done where a capture has failed for the lack of it."""
