@@ -27,7 +27,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.model, self.seen, self.best = net(), 0, float("inf")
-        self.optimizer = adam(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.average = [weight.detach().clone() for weight in self.model.parameters()]
 
     def train(self, x: torch.Tensor, y: torch.Tensor) -> float:
@@ -119,7 +119,7 @@ class InAClosure:
 
     def __init__(self) -> None:
         model, losses, scale = net(), list[float](), 1.0
-        optimizer = adam(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def train(x: torch.Tensor, y: torch.Tensor, *, smoothing: float = 0.1) -> None:
             nonlocal scale
@@ -274,7 +274,7 @@ def captured(body: Callable[[Net, torch.Tensor], torch.Tensor], between: Callabl
     losses = []
     for wrap in (lambda step: step, keepbusy.graph):
         model = net()
-        optimizer = adam(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def train(x: torch.Tensor, model: Net = model, optimizer: Any = optimizer) -> torch.Tensor:
             optimizer.zero_grad()
@@ -284,7 +284,7 @@ def captured(body: Callable[[Net, torch.Tensor], torch.Tensor], between: Callabl
             return loss.detach()
 
         step, found = wrap(train), []
-        for x, _ in batches(14):
+        for x, _ in batches(9):
             found.append(step(x).item())
             between()
         losses.append(found)

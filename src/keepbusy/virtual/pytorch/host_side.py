@@ -454,9 +454,9 @@ class HostOperatorCosts(TorchFunctionMode):  # type: ignore[misc]  # PyTorch is 
 def _price(name: str, args: tuple[Any, ...], result: Any) -> None:
     """Add the time of an operator. Without a result one argument was written into another. While TorchScript traces,
     sizes are tensors, too."""
-    inputs, outputs = tensors_in(args), tensors_in(result if result is not None else args[1:])
     if name in ("__get__", "__set__", "backward") or torch.jit.is_tracing():
         return
+    inputs, outputs = tensors_in(args), tensors_in(result if result is not None else args[1:])
     if not outputs or not all(
         tensor.device.type == "cpu" and tensor.layout is torch.strided and type(tensor) in (Tensor, Parameter)
         for tensor in (*inputs, *outputs)
