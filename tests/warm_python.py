@@ -135,11 +135,18 @@ def warm() -> WarmPython:
     """That of this process of tests."""
     python = WarmPython()
     atexit.register(python.end)
-    caches = Path(os.environ["XDG_CACHE_HOME"])  # of `conftest.py`
-    with (caches / "trying-out").open("w") as turn:  # virtual GPUs are tried out once for all processes of tests
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    with trying_out() as caches:
         python.keepbusy("run", "--quiet", "-c", "", cwd=caches)
     return python
+
+
+@contextmanager
+def trying_out() -> Iterator[Path]:
+    """Virtual GPUs are tried out once for all processes of tests, whose caches are in this folder."""
+    caches = Path(os.environ["XDG_CACHE_HOME"])  # of `conftest.py`
+    with (caches / "trying-out").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield caches
 
 
 def caching_in(folder: Path) -> dict[str, str]:
@@ -160,7 +167,9 @@ def _serve() -> None:
     from keepbusy.cli import program
     from keepbusy.virtual.pytorch import operators
 
-    operators.prepare()
+    operators.register()  # of tensors on the GPU alone, of which a fork without virtual GPUs has none
+    setattr(operators, "register", lambda: None)  # noqa: B010  forks have it: it takes half of a short run
+    _KERNELS.extend([operators._dense_kernels(), operators._sparse_kernels(), operators._LIBRARIES])
 
     library = ctypes.CDLL(None)
     library.on_exit(library._exit, None)
@@ -187,15 +196,18 @@ def _serve() -> None:
 
 
 def _keep_installed() -> None:
-    """At a fork's end its program and our modules go as ever. PyTorch stays, and its libraries, as `_exit` comes first.
+    """At a fork's end its program and our modules go as ever. PyTorch stays, with its kernels, and its libraries, as
+    `_exit` comes first.
 
     To take these down would take longer than most tests.
     """
     kept = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] in _INSTALLED}
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    for stays in (kept, _KERNELS):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stays))
 
 
 _INSTALLED = {"torch", "sympy", "mpmath", "numpy"}
+_KERNELS: list[object] = []
 
 
 class _Fork(Exception):  # noqa: N818

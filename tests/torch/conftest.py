@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from warm_python import SOURCES, Run, WarmPython
+from warm_python import SOURCES, Run, WarmPython, trying_out
 
 torch = pytest.importorskip("torch")
 
@@ -28,15 +28,18 @@ def machine():
         pytest.skip("there is a real GPU here")
     for module in ("sympy", "torch._dynamo"):  # PyTorch imports them once the shape of a result is computed
         import_module(module)
+    from keepbusy.program.lines import set_launcher
     from keepbusy.runtime.graph.graphed_step import ReplayWorth
     from keepbusy.virtual.clock.real_time import UncountedWork
     from keepbusy.virtual.virtual_run import Options, start
 
     UncountedWork.begin = lambda _: None  # its thread would look 200 times a second for as long as there are tests
     ReplayWorth.SLOWER = float("inf")  # what takes longer here depends on what else the machine does
+    set_launcher()  # pytest's forty frames are no lines of a program
     gc.freeze()
     torch.set_num_threads(1)  # a sum comes out by how many share it, and tests share the processors as it is
-    start(Options(devices=8, measured=False, script_clocks=False, one_generator=True))
+    with trying_out():
+        start(Options(devices=8, measured=False, script_clocks=False, one_generator=True))
     from keepbusy.virtual.machine import MACHINE
 
     MACHINE.notes = MACHINE.costs.notes = None  # a law that fails is a failed test
