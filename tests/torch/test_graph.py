@@ -212,7 +212,7 @@ def test_memory_stays_flat() -> None:
     model = net()
     step = graph(whole(model, adam(model)))
     levels = []
-    for x, y in batches(40):
+    for x, y in batches(20):
         step(x, y)
         levels.append(torch.cuda.memory_allocated())
     assert len(set(levels[10:])) == 1
@@ -517,7 +517,7 @@ def test_a_scaler_is_captured_with_an_optimizer_that_is_fused_meanwhile() -> Non
         scaler.step(optimizer)
         scaler.update()
 
-    for x, y in batches(40):
+    for x, y in batches(28):
         step(x, y)
     assert step.replays
     assert scaler.get_scale() < 2.0**30
