@@ -196,7 +196,7 @@ LINES = {
     "fixes": 5671,
     "explain": 2523,
     "report": 3300,
-    "runtime": 8171,
+    "runtime": 8169,
     "cli": 3909,
     "fix": 1559,
 }

@@ -12,6 +12,7 @@ from graph_flaws import IN_CAPTURE, ON_THE_HOST, Flaw, flawed, losses, place_of
 from graph_loops import adam, batches, net, whole
 
 from keepbusy.runtime.graph.graphed_step import graph
+from keepbusy.runtime.host_constants import CapturedConstants
 
 torch = pytest.importorskip("torch")
 cross_entropy = torch.nn.functional.cross_entropy
@@ -365,6 +366,29 @@ def test_an_error_of_the_step_is_its_own() -> None:
     for _ in range(5):
         with pytest.raises(ValueError, match="not today"):
             step(torch.ones(1))
+
+
+def test_a_call_that_fails_while_it_is_watched_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host reads of constants is looked for once; nothing of that call is left, and the program goes on."""
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("watched")
+
+    monkeypatch.setattr(CapturedConstants, "_note", refuse)
+    losses = []
+    for wrap in (lambda step: step, graph):
+        torch.manual_seed(0)
+        weights = torch.ones(4, device="cuda")
+
+        def step(x: torch.Tensor, weights: torch.Tensor = weights) -> torch.Tensor:
+            weights.mul_(0.5).add_(torch.rand(4, device="cuda"))
+            return (weights * x)[torch.eye(4, device="cuda")[0] > 0].sum() + (x.sum().item() > 0)
+
+        called = wrap(step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            losses.append([called(torch.full((4,), 0.5 + number, device="cuda")).item() for number in range(8)])
+    assert losses[0] == losses[1]
 
 
 def test_what_a_failed_capture_has_bound_is_put_back() -> None:

@@ -529,9 +529,7 @@ class StepGraphs:
             step()
         return returned
 
-    def _compare(self, captured: CapturedCall, call: StepCall, is_counted: bool = True) -> Any:
-        """`is_counted`: not for the call of the capture itself."""
-
+    def _compare(self, captured: CapturedCall, call: StepCall) -> Any:
         def eagerly(repeated: StepCall) -> Any:
             returned = self._worth.time_eager(lambda: self._as_written(repeated))
             return returned if captured.later is not None else detached(returned)
@@ -544,8 +542,7 @@ class StepGraphs:
             self._tally["replayed"] += 1
             self._schedules.steps = [*captured.schedules]
             return captured.replay(call.tensors)
-        if is_counted:
-            self._tally["eager" if finding else "compared"] += 1
+        self._tally["eager" if finding else "compared"] += 1
         if captured.is_doubted:
             self.finding = finding
         captured.is_doubted = bool(finding)  # sums in no order may be far apart once: what is wrong is so again
@@ -659,14 +656,12 @@ class StepGraphs:
         changes = changes_between(before, self._host.read())
         if changes:  # this once the graph does what its capture did on the host
             self.finding = f"it {changes[0].why}"
-            if captured.later is not None:
-                return captured.replay_before_backward(call.tensors, self._made_again(call.given))
-            return captured.replay_filled(call.tensors)
-        captured.schedules, captured.read = [*self._schedules.steps], self._key.named()
-        self._captured[kind] = captured
-        self._schedules.steps.clear()
-        self._rates.send()
-        return self._compare(captured, call, is_counted=False)
+        else:
+            captured.schedules, captured.read = [*self._schedules.steps], self._key.named()
+            self._captured[kind] = captured
+        if captured.later is not None:
+            return captured.replay_before_backward(call.tensors, self._made_again(call.given))
+        return captured.replay_filled(call.tensors)
 
     def _find_reads(self, call: StepCall, kind: Any, reason: Uncapturable) -> Any:
         """One more call as it always was, in which is found what the host reads of constants; then another capture may
@@ -677,7 +672,10 @@ class StepGraphs:
             self._rates.count_on_host()
             self._counts_on_device, run = False, self._eager_stream.run
         self._tally["eager"] += 1
-        state = self._state()
+        try:
+            state = self._state()
+        except torch.OutOfMemoryError:
+            return run(call)
         try:
             with CapturedConstants(reads):
                 return run(call)
