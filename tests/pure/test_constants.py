@@ -46,6 +46,9 @@ def test_masks_made_of_numbers_are_followed_through_their_names() -> None:
         ("kept = torch.ones(3); kept = x; y = kept.cuda()", None),
         ("for kept in x: kept.cuda()", None),
         ("y = x[before]", None),
+        ("kept = torch.zeros(3); kept[labels] = 1; y = x[kept.bool()]", None),
+        ("kept = torch.zeros(3); kept.scatter_(0, labels, 1); y = x[kept.bool()]", None),
+        ("kept = torch.zeros(3); kept.fill_(1); y = x[kept.bool()]", ConstantsAtLine(1, 0)),
     ],
 )
 def test_what_is_sent_read_or_chosen_by_is_a_constant_or_not(line: str, found: ConstantsAtLine | None) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
@@ -312,12 +313,20 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     made.save(path)
 
 
+def _kept(diagnosis: Diagnosis) -> KeptPlan:
+    """Its plan, of the fixes that the report lists."""
+    from keepbusy.explain.kept_plan import KeptPlan
+    from keepbusy.report.run_report import planned_rows
+
+    return KeptPlan.of(replace(diagnosis, plan=tuple(row.fix for row in planned_rows(diagnosis))))
+
+
 def _plan_of(options: argparse.Namespace, before: Path) -> KeptPlan:
     """The one that is kept, or what explaining the run gives that `--against` names."""
     from keepbusy.explain.kept_plan import KeptPlan
 
     if options.against:
-        return KeptPlan.of(keepbusy.explain(options.before, None, (), options.workers))
+        return _kept(keepbusy.explain(options.before, None, (), options.workers))
     try:
         return KeptPlan.of_json(before.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -392,7 +401,6 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _report(timeline: Timeline, options: argparse.Namespace, streams: program.StandardStreams) -> None:
-    from keepbusy.explain.kept_plan import KeptPlan
     from keepbusy.report.verdict import fixed_lines
 
     folder = "" if options.fix else _current_folder()  # a run with fixes did not run the sources of the folder
@@ -419,7 +427,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
     # a run with fixes does not become the last run: its fixes are made by the plan of one without
     is_last = not options.fix and last_run.keep(
-        timeline, options.began, KeptPlan.of(diagnosis).as_json(), _name_of_program(options)
+        timeline, options.began, _kept(diagnosis).as_json(), _name_of_program(options)
     )
     commands = _commands(options, diagnosis, is_last)
     fixed = list[str]()

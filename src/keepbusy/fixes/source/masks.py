@@ -195,15 +195,7 @@ _ANY_ARGUMENTS = {
 _ORDERS = {"arange", "permutation", "randperm"}
 _SENDING, _READING = {"to", "cuda", "type"}, {"item", "tolist", "nonzero", "cpu", "unique", "argwhere"}
 _READING_ARGUMENT = {
-    "where",
-    "nonzero",
-    "argwhere",
-    "masked_select",
-    "unique",
-    "repeat_interleave",
-    "int",
-    "float",
-    "bool",
+    *("where", "nonzero", "argwhere", "masked_select", "unique", "repeat_interleave", "int", "float", "bool"),
 }
 
 
@@ -297,10 +289,20 @@ class _Constants:
         while len(self._names) != size:
             size = len(self._names)
             self._names = {name for name in self._names if all(map(self.hold, given[name]))}
+            self._names -= {name for node in own for name in self._written_by(node)}
         self._tensors = set[str]()
         while size != len(self._tensors):
             size = len(self._tensors)
             self._tensors |= {name for name in self._names if any(map(self.are_tensors, given[name]))}
+
+    def _written_by(self, node: ast.AST) -> Iterator[str]:
+        """Names of tensors to which it writes what is no constant: `mask[rows] = True`, `mask.scatter_(1, rows, 1)`."""
+        match node:
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
+                yield name
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr), args=values):
+                if attr.endswith("_") and not all(map(self.hold, values)):
+                    yield name
 
     def are_tensors(self, node: ast.expr) -> bool:
         """Whether it is a constant, and a tensor."""
