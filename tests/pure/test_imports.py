@@ -196,7 +196,7 @@ LINES = {
     "fixes": 5673,
     "explain": 2523,
     "report": 3300,
-    "runtime": 8169,
+    "runtime": 8170,
     "cli": 3917,
     "fix": 1559,
 }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, is_tensor
 from torch.overrides import TorchFunctionMode
 
+from keepbusy.torch_names.dispatcher import schema_of
 from keepbusy.torch_names.pytorch import TorchDispatchMode, tree_leaves, tree_map
 
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -95,7 +96,7 @@ class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is 
         """A result of constants alone, without random numbers, is a constant. One written by anything else is none any
         longer."""
         outputs = [leaf for leaf in tree_leaves(result) if is_tensor(leaf)]
-        if not outputs and function._schema.is_mutable:  # as of lists
+        if not outputs and schema_of(function).is_mutable:  # as of lists
             outputs = inputs
         name, is_drawn = function.overloadpacket.__name__, torch.Tag.nondeterministic_seeded in function.tags
         is_other = is_drawn or "lift_fresh" in name or (not inputs and "empty" in name)
