@@ -430,7 +430,7 @@ BY_THE_LOOP: list[Callable[[Net], tuple[Change, Callable[[int], None]]]] = [
 
 
 def step_with(change: Change, model: Net) -> Callable[[Tensor, Tensor], Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=True)
 
     def train(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()

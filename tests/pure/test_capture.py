@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -12,10 +13,10 @@ from build import MB, Run, loop
 from told import TRAIN, told
 
 from keepbusy.causes.cause_inputs import CauseInputs
-from keepbusy.fixes import FIXES
+from keepbusy.fixes import FIXES, source
 from keepbusy.fixes import capture as capturing
-from keepbusy.fixes.capture import Capture, capture_of, drawing_lines
-from keepbusy.fixes.source.masks import ConstantsAtLine
+from keepbusy.fixes.capture import Capture, capture_of, host_change_lines
+from keepbusy.fixes.source.constants import ConstantsAtLine
 from keepbusy.timeline.model import Direction, Kind
 
 ITEM = ["aten::item", "aten::_local_scalar_dense"]
@@ -48,6 +49,16 @@ def test_graphs_end_where_the_host_has_something_of_its_own_to_do() -> None:
     kinds = timeline.spans.kind[capture_of(CauseInputs(timeline), FIXES).rows]
     in_graphs = [(kinds == kind).sum() for kind in (Kind.LAUNCH, Kind.KERNEL)]
     assert in_graphs == [9 * 2 * 19] * 2  # one launch of each is that of the graph
+
+
+def test_what_a_graph_holds_is_found_without_libcst(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is needed to write fixes, and does not come with keepbusy."""
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    for name in [name for name in sys.modules if name.startswith("keepbusy.fixes.source.")]:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(source, name.rpartition(".")[2])
+    found = capture(lambda run: launches(launches(run).copy(MB, 100, at=["aten::copy_"])))
+    assert found.share > 0.4
 
 
 def test_a_mark_of_steps_ends_no_graph() -> None:
@@ -223,8 +234,8 @@ class Model:
 
 
 def test_functions_that_draw_random_numbers_are_known_by_their_lines() -> None:
-    assert drawing_lines(DRAWING) == {7: 2, 12: 1, 13: 2}
-    assert drawing_lines("def broken(:") == {}
+    assert host_change_lines(DRAWING) == {7: 2, 12: 1, 13: 2}
+    assert host_change_lines("def broken(:") == {}
 
 
 SETTING = """\
@@ -248,7 +259,7 @@ def step():
 
 
 def test_functions_that_set_an_optimizers_settings_are_known_with_those_that_call_them() -> None:
-    assert drawing_lines(SETTING) == {2: 2, 6: 1, 7: 2, 8: 1, 11: 2, 12: 1, 13: 1}
+    assert host_change_lines(SETTING) == {2: 2, 6: 1, 7: 2, 8: 1, 11: 2, 12: 1, 13: 1}
 
 
 def test_what_calls_a_function_that_draws_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +305,7 @@ def test_what_is_made_of_numbers_is_copied_within_a_graph(
             launches(run)
 
     found = {7: ConstantsAtLine(made, 0)} if made else {}
-    monkeypatch.setattr("keepbusy.fixes.source.masks.constants_at", lambda _: found)
+    monkeypatch.setattr("keepbusy.fixes.source.constants.constants_at", lambda _: found)
     monkeypatch.setattr(capturing, "sources_at", lambda _, names: dict.fromkeys(names & {"model.py"}, ""))
     monkeypatch.setattr(capturing, "_reached", lambda _, launches, *others: np.ones(len(launches), bool))
     capture_of.cache_clear()

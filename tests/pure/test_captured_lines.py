@@ -10,8 +10,7 @@ pytest.importorskip("libcst")
 
 from keepbusy.fixes.definition import CapturedLines
 from keepbusy.fixes.source.captured_lines import refused_lines
-from keepbusy.fixes.source.graphs import reached_lines, with_graphs
-from keepbusy.fixes.source.rewriting import edited
+from keepbusy.fixes.source.rewriting import edited, reached_lines, with_graphs
 
 
 def captured(source: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepbusy.fixes.source.masks import ConstantsAtLine, constants_at
+from keepbusy.fixes.source.constants import ConstantsAtLine, constants_at
 
 NEGATIVES = """\
 def info_nce(features, device):
@@ -40,7 +40,7 @@ def test_masks_made_of_numbers_are_followed_through_their_names() -> None:
         ("y = x[torch.randperm(len(x))]", None),
         ("y = x[0].item()", None),
         ("y = x[torch.ones(3) > threshold]", None),
-        ("y = x[F.one_hot(torch.arange(3)).bool()]", ConstantsAtLine(1, 0)),
+        ("y = x[F.one_hot(torch.arange(3)).bool()]", ConstantsAtLine(2, 0)),  # how many there are is read, too
         ("y = torch.zeros(3).to(x.device).bernoulli_()[0]", ConstantsAtLine(1, 0)),
         ("y = x.to(torch.float32)", None),
         ("kept = torch.ones(3); kept = x; y = kept.cuda()", None),
@@ -57,6 +57,7 @@ def test_what_is_sent_read_or_chosen_by_is_a_constant_or_not(line: str, found: C
 
 
 MINIBATCHES = """\
+import torch
 order = np.arange(128)
 for start in range(0, 128, 32):
     chosen, other = order[start : start + 32], batches[start]
@@ -66,9 +67,10 @@ for start in range(0, 128, 32):
 
 
 def test_the_indices_of_a_minibatch_are_sent_over_once() -> None:
-    assert constants_at(MINIBATCHES) == {5: ConstantsAtLine(1, 1)}
+    assert constants_at(MINIBATCHES) == {6: ConstantsAtLine(1, 1)}
     assert constants_at(MINIBATCHES.replace("np.arange(128)", "batches")) == {}
-    assert constants_at(MINIBATCHES + "    part = batches[0]\n") == {}
+    for line in ("part = batches[0]", "print(part)"):
+        assert constants_at(f"{MINIBATCHES}    {line}\n") == {}
 
 
 def test_a_file_that_is_no_python_has_none() -> None:

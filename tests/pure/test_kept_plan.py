@@ -8,6 +8,7 @@ import pytest
 from diagnoses import STALLED, ms, predicted
 
 from keepbusy.causes.places import Where
+from keepbusy.cli.run import plan_to_keep
 from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.explain.kept_plan import KeptPlan
 from keepbusy.fixes.definition import CapturedLines
@@ -32,21 +33,31 @@ def test_a_plan_comes_back_as_it_was_kept() -> None:
     assert replace(again, plan=()) == replace(kept, plan=())
 
 
+def test_what_the_report_does_not_list_is_not_kept() -> None:
+    gains = {"graph": ms(300), "compile": ms(1)}
+    where = (Where("train.py", 8, exact=True),)
+    plan = tuple(
+        PlannedFix(fix, where, (), ms(1), predicted(30, 29, 31), ms(1), run_gain=gain) for fix, gain in gains.items()
+    )
+    run = replace(STALLED, plan=plan, run=Part("run", time=ms(1_000)))
+    assert [fix.fix for fix in plan_to_keep(run).plan] == ["graph"]
+
+
 @pytest.mark.parametrize(
     ("loop", "told"),
     [
-        ("train.py:3", "an iteration  30.0 → 20.0 ms, 33% shorter"),  # the loop that both runs are about
+        ("train.py:3", "an iteration  30.0 → 20.0 ms, 33% shorter"),  # the loop that both runs are about, in no tree
         ("train.py:9", "an iteration  8.0 → 2.0 ms, 75% shorter"),  # what both runs counted
         ("train.py:99", ""),
         ("train.py:12", ""),  # most of whose iterations were not counted
+        ("train.py:15", ""),  # of which none was, so what was explained may be something else
     ],
 )
 def test_an_iteration_is_told_of_the_loop_that_the_plan_is_about(loop: str, told: str) -> None:
     counted = Part(LOOP, "train.py:9", time=ms(20), turns=10, turn=ms(2), low=ms(2))
-    tree = Part(
-        "run", parts=(counted, Part(LOOP, "train.py:12", time=ms(30), parts=(replace(counted, place="train.py:12"),)))
-    )
-    after = replace(STALLED, loop="train.py:3", plain_step=ms(20), run=tree)
+    partly_counted = Part(LOOP, "train.py:12", time=ms(30), parts=(replace(counted, place="train.py:12"),))
+    tree = Part("run", parts=(counted, partly_counted, Part(LOOP, "train.py:15", time=ms(40))))
+    after = replace(STALLED, loop=loop if loop in ("train.py:3", "train.py:15") else "", plain_step=ms(20), run=tree)
     made = {"written": [("graph", "train.py:4")], "left": [], "loop": loop, "step": ms(30), "usual": ms(8), "length": 0}
     made["command"] = after.command
     rows = [row for row in fixed_lines(made, [], after) if row.startswith("an iteration")]

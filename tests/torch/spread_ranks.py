@@ -84,11 +84,10 @@ def averaged(loss: Tensor) -> float:
     return float(total) / RANKS
 
 
-def layouts_of(kind: str, *names: str) -> dict[str, Any]:
-    """In these layouts or in all."""
+def layouts_of(kind: str) -> dict[str, Any]:
     found = {"one process": train(*made(kind), batches(kind))}
     for name, layout in LAYOUTS[RANKS].items():
-        if name in (names or LAYOUTS[RANKS]) and (kind != "ResNet" or "tensor" not in layout):
+        if kind != "ResNet" or "tensor" not in layout:
             found[name] = train(*spread(*made(kind), batches(kind), example=batch(kind, 9)[0], **layout))
     return found
 
@@ -210,12 +209,10 @@ def accumulated() -> dict[str, Any]:
     return found
 
 
-def scaled(*names: str) -> dict[str, Any]:
-    """One rank's second step overflows: all must skip it. In these layouts or in all."""
+def scaled() -> dict[str, Any]:
+    """One rank's second step overflows: all must skip it."""
     found = {}
     for name, layout in {"one process": None, **LAYOUTS[RANKS]}.items():
-        if layout is not None and name not in (names or LAYOUTS[RANKS]):
-            continue
         model, optimizer = made("GPT")
         pairs: Any = batches("GPT")
         if layout is not None:
@@ -525,14 +522,12 @@ RUNS: dict[str, Callable[[], Any]] = {
     "dropout": lambda: dropped(tensor=2) if RANKS > 2 else dropped(),
 }
 AMONG_TWO: dict[str, Callable[[], Any]] = {
-    "ResNet": lambda: layouts_of("ResNet", "shard=0", "shard=3"),
-    "ResNet in each layout": lambda: layouts_of("ResNet"),
+    "ResNet": lambda: layouts_of("ResNet"),
     "encoder": lambda: layouts_of("encoder"),
     "packed layers": lambda: trained_and_resumed("packed", "shard=0", "shard=3", "tensor=2"),
     "norms of the optimizer": normed,
     "accumulate": accumulated,
-    "scaler": lambda: scaled("shard=1", "shard=3", "tensor=2"),
-    "scaler in each layout": scaled,
+    "scaler": scaled,
     "without an example": without_an_example,
     "transformers": public_llama,
     "timm": public_vision,

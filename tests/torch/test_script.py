@@ -397,7 +397,8 @@ def test_a_script_finds_its_own_modules_and_the_report_its_whatever_becomes_of_t
         "import queue, rich, shlex, statistics, sys\nprint(queue.mine + rich.mine + shlex.mine + statistics.mine)\n"
         f"{WORK}x.sum().item()\nimport builtins\nsys.path.clear()\nsys.meta_path.clear()\n"
         "del sys.modules['__main__'], sys.modules['json'], sys.modules['keepbusy']\n"
-        "sys.modules['shlex'] = None\nbuiltins.open = builtins.sorted = None\nsys.setrecursionlimit(60)\n"
+        "sys.modules['rich'] = sys.modules['shlex'] = None\nbuiltins.open = builtins.sorted = None\n"
+        "sys.setrecursionlimit(60)\n"
     )
     command.parent.mkdir()
     command.write_text("import sys\nfrom keepbusy.cli import main\nsys.exit(main())\n")

@@ -357,7 +357,7 @@ class CandidateRuns:
     def _run(self, sources: dict[str, str], folder: Path, what: str, capturable: bool) -> None:
         from keepbusy.fix.source.planned_edits import source_of
         from keepbusy.fix.source.proof import CANDIDATE
-        from keepbusy.fixes.source.graphs import origins_of
+        from keepbusy.fixes.source.at_lines import origins_of
 
         saved, instructions = folder / "run.busy", folder / "asked.json"
         resolved = {str(Path(file).resolve()): source for file, source in sources.items()}

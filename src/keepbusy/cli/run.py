@@ -313,7 +313,7 @@ def _rewrite(options: argparse.Namespace, before: Path, path: Path) -> None:
     made.save(path)
 
 
-def _kept(diagnosis: Diagnosis) -> KeptPlan:
+def plan_to_keep(diagnosis: Diagnosis) -> KeptPlan:
     """Its plan, of the fixes that the report lists."""
     from keepbusy.explain.kept_plan import KeptPlan
     from keepbusy.report.run_report import planned_rows
@@ -326,7 +326,7 @@ def _plan_of(options: argparse.Namespace, before: Path) -> KeptPlan:
     from keepbusy.explain.kept_plan import KeptPlan
 
     if options.against:
-        return _kept(keepbusy.explain(options.before, None, (), options.workers))
+        return plan_to_keep(keepbusy.explain(options.before, None, (), options.workers))
     try:
         return KeptPlan.of_json(before.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -427,7 +427,7 @@ def _report(timeline: Timeline, options: argparse.Namespace, streams: program.St
     flush(sys.__stdout__, its_own if isinstance(its_own, TextIOWrapper) else None)
     # a run with fixes does not become the last run: its fixes are made by the plan of one without
     is_last = not options.fix and last_run.keep(
-        timeline, options.began, _kept(diagnosis).as_json(), _name_of_program(options)
+        timeline, options.began, plan_to_keep(diagnosis).as_json(), _name_of_program(options)
     )
     commands = _commands(options, diagnosis, is_last)
     fixed = list[str]()

@@ -225,10 +225,11 @@ class Diagnosis:
         return replace(self, turns=self.turns or (self.draw() if self.draw else None), loops=loops)
 
     def usual_of(self, loop: str) -> int:
-        """The usual duration of an iteration of a loop in the run's tree; 0 if not all of it was counted."""
+        """The usual duration of an iteration of a loop in the run's tree; 0 if not all of it was counted, `NONE` if the
+        tree has no such loop."""
         part = self.run.loop_at(loop) if self.run is not None and loop else None
         if self.run is None or part is None:
-            return 0
+            return NONE
         outer = [other for other in self.run.within() if other.place == part.place and part in other.parts]
         return max(0, part.usual) if all(other.turns for other in outer) else 0
 

@@ -20,7 +20,7 @@ class KeptPlan:
     loop: str
     plain_step: int
     usual: int
-    """The usual iteration of that loop, by the run's own clock; 0 if it was not counted."""
+    """The usual iteration of that loop, by the run's own clock; 0 or less if it was not counted."""
     length: int
     """Of the whole run; 0 if it is not known."""
     folder: str

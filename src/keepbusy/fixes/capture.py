@@ -109,15 +109,15 @@ def captured(
     reads[inputs.last_launch[goes & (inputs.copy_of_sync != NONE)]] = True
     stays, launches = _stays(inputs, goes, reads), np.flatnonzero((inputs.command != NONE) & ~reads)
     fed = _fed(inputs, stays, goes)
-    drawing = _calls_what_draws(inputs)
-    parted = (frames_around(timeline.frames, spans.frame[stays]) & ~fed) | _holds_steps(inputs) | drawing
+    changing = _changes_the_host(inputs)
+    parted = (frames_around(timeline.frames, spans.frame[stays]) & ~fed) | _holds_steps(inputs) | changing
     prepared = _prepared(inputs, stays, goes)
     stays_there = stays
     stays = stays & ~prepared
     run = _numbers(inputs, stays, parted)
     held_launches = _alike(inputs, launches, run[launches])
     held_launches = held_launches[~np.isin(run[held_launches], _without_forward(inputs, stays, launches, run))]
-    around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs) | drawing
+    around = _parted_by(inputs, stays_there | by_hand) | _holds_steps(inputs) | changing
     where = inputs.outermost(~around | fed)
     held_launches = held_launches[_in_statements(inputs, held_launches, where[held_launches])]
     lines = _lines(inputs, where[held_launches], around, fed, masked)
@@ -158,7 +158,7 @@ def _reached(
     if not files:
         return np.ones(len(launches), bool)
     from keepbusy.fixes.source.captured_lines import refused_lines
-    from keepbusy.fixes.source.graphs import reached_lines
+    from keepbusy.fixes.source.rewriting import reached_lines
 
     loop = Where.of(inputs.timeline.facts.loop)
     reached, refused = set[tuple[str, int]](), set[tuple[str, int]]()
@@ -211,57 +211,57 @@ def _holds_steps(inputs: CauseInputs) -> Mask:
     return result
 
 
-def _calls_what_draws(inputs: CauseInputs) -> Mask:
+def _changes_the_host(inputs: CauseInputs) -> Mask:
     """Frames that call a function in which random numbers of the CPU are drawn or an optimizer's settings are set: a
     replay would not do it anew. That is seen in the sources alone. Within a frame of PyTorch's the lines around it may
     stand once more."""
     frames, names = inputs.timeline.frames, inputs.timeline.names
     places = [source_line(name) for name in names]
     sources = sources_at(inputs, {place[0] for place in places if place})
-    drawing = {file: drawing_lines(source) for file, source in sources.items()}
-    draws = np.array([drawing.get(place[0], {}).get(place[1], 0) if place else 0 for place in places] or [0])
-    found = np.flatnonzero(draws[frames.name])
+    changing = {file: host_change_lines(source) for file, source in sources.items()}
+    changes = np.array([changing.get(place[0], {}).get(place[1], 0) if place else 0 for place in places] or [0])
+    found = np.flatnonzero(changes[frames.name])
     for around in islice(outwards(frames, found), 1, None):
         found = np.where(np.append(frames.name, NONE)[around] == frames.name[found], NONE, found)
     found = found[found != NONE]
-    parted = np.concatenate([frames.parent[found], found[draws[frames.name[found]] == _AT_THE_DRAW]])
+    parted = np.concatenate([frames.parent[found], found[changes[frames.name[found]] == _AT_THE_CHANGE]])
     result = np.zeros(len(frames), bool)
     for frame in outwards(frames, parted[parted != NONE]):
         result[frame] = True
     return result
 
 
-_AT_THE_DRAW = 2
+_AT_THE_CHANGE = 2
 
 
-def drawing_lines(source: str) -> dict[int, int]:
+def host_change_lines(source: str) -> dict[int, int]:
     """Lines of functions that draw random numbers of Python or NumPy or set an optimizer's settings, themselves or in a
-    function of the file that they call: 1, and `_AT_THE_DRAW` where they do."""
+    function of the file that they call: 1, and `_AT_THE_CHANGE` where they do."""
     try:
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     except (SyntaxError, ValueError):
         return {}
-    drawing, names, known = dict[int, int](), set[str](), -1
+    changing, names, known = dict[int, int](), set[str](), -1
     while len(names) > known:  # whoever calls these does as well
         known = len(names)
         for function in functions:
             own = [part for part in own_nodes(function) if isinstance(part, ast.stmt | ast.expr)]
             groups = {name for part in own if isinstance(part, ast.For) for name in _names_of_groups(part)}
-            draws = [part.lineno for part in own if _draws(part, names) or _sets_group(part, groups)]
-            if draws:
+            changes = [part.lineno for part in own if _draws_or_calls(part, names) or _sets_group(part, groups)]
+            if changes:
                 names.add(function.name)
-                drawing |= {part.lineno: 1 for part in own} | dict.fromkeys(draws, _AT_THE_DRAW)
-    return drawing
+                changing |= {part.lineno: 1 for part in own} | dict.fromkeys(changes, _AT_THE_CHANGE)
+    return changing
 
 
-def _draws(part: ast.AST, drawing: Collection[str]) -> bool:
-    """Whether it calls what draws. `drawing`: functions of the file that do."""
+def _draws_or_calls(part: ast.AST, changing: Collection[str]) -> bool:
+    """Whether it calls what changes. `changing`: functions of the file that do."""
     if not isinstance(part, ast.Call):
         return False
     module, _, name = ast.unparse(part.func).rpartition(".")
     if module in ("random", "np.random", "numpy.random"):
         return name not in _NO_DRAWS
-    return module in ("", "self") and name in drawing
+    return module in ("", "self") and name in changing
 
 
 def _names_of_groups(loop: ast.For) -> list[str]:
@@ -350,7 +350,7 @@ def _stays(inputs: CauseInputs, goes: Mask, reads: Mask) -> Mask:
 def _of_constants(inputs: CauseInputs) -> Mask:
     """The host's rows that copy to the GPU what a function makes of numbers alone, or read it: a graph holds the copy,
     and what is read is known. A backward pass does so with what its forward pass has saved."""
-    from keepbusy.fixes.source.masks import constants_at
+    from keepbusy.fixes.source.constants import constants_at
 
     spans, result = inputs.timeline.spans, np.zeros(len(inputs.timeline), bool)
     copied = np.where(inputs.command != NONE, inputs.command, 0)

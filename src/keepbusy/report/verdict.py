@@ -75,7 +75,7 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
 def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int]:
     """An iteration before and now, of the loop of the plan: with the fixes another loop may be the main loop."""
     usual = diagnosis.usual_of(made["loop"])
-    if made["usual"] > 0 and usual > 0:
+    if usual != NONE:
         return made["usual"], usual
     return (made["step"], diagnosis.plain_step) if made["loop"] and made["loop"] == diagnosis.loop else (0, 0)
 

@@ -106,8 +106,8 @@ class CapturedConstants(TorchDispatchMode):  # type: ignore[misc]  # PyTorch is 
         else:
             self._by_memory |= {_memory_of(tensor): tensor for tensor in outputs}
 
-    def held(self) -> list[Any]:
-        """What a graph reads."""
+    def read_by_graph(self) -> list[Any]:
+        """What has to live as long as the graph."""
         return [*self.kept, *self._reads.results]
 
     def add(self, constant: Tensor) -> None:

@@ -13,7 +13,7 @@ from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.explain.kept_plan import KeptPlan
 from keepbusy.fix.source.planned_edits import Sources, captured_at, changed_at, edited_files, source_of
 from keepbusy.fixes import ASKED_FOR, WRITTEN
-from keepbusy.fixes.source.graphs import origins_of
+from keepbusy.fixes.source.at_lines import origins_of
 from keepbusy.fixes.source.rewriting import edit_of, edits_for
 from keepbusy.report.source import fix_line
 from keepbusy.timeline.files import BadInput

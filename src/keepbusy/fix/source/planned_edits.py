@@ -11,8 +11,7 @@ from keepbusy.causes.places import Where
 from keepbusy.explain.diagnosis import PlannedFix
 from keepbusy.fixes.definition import CapturedLines
 from keepbusy.fixes.source.at_lines import changed_lines, moved_lines
-from keepbusy.fixes.source.graphs import lines_in_graphs, with_graphs
-from keepbusy.fixes.source.rewriting import edited
+from keepbusy.fixes.source.rewriting import edited, lines_in_graphs, with_graphs
 from keepbusy.program.lines import USER, kind_of
 
 Sources: TypeAlias = dict[str, str]

@@ -71,7 +71,7 @@ def _rewritten(source: str, code: CodeType, lines: LaunchedLines) -> tuple[CodeT
     """The new code of the function, and that of its parts. What rewrites a source is imported when a step needs it."""
     from keepbusy.fix.source.in_memory import give_lines
     from keepbusy.fixes.definition import CapturedLines
-    from keepbusy.fixes.source.graphs import origins_of
+    from keepbusy.fixes.source.at_lines import origins_of
     from keepbusy.fixes.source.rewriting import edited
 
     launching = tuple(sorted((line, launches) for line, launches in lines.launching.items() if line))

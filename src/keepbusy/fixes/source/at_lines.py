@@ -98,3 +98,31 @@ def changed_lines(source: str, changed: str) -> list[int]:
     steps = SequenceMatcher(None, lines_of(source), lines_of(changed), autojunk=False).get_opcodes()
     removed = [row + 1 for kind, *span, _, _ in steps if kind in ("replace", "delete") for row in range(*span)]
     return removed or [begin + 1 for kind, begin, *_ in steps if kind == "insert"]
+
+
+def origins_of(source: str, own: str) -> list[int]:
+    """For each line of a rewritten source its line in the user's own. A statement that moved has the line where it
+    stood; what is new has the first line that it replaces, or the one that follows."""
+    new, old = lines_of(source), lines_of(own)
+    steps = SequenceMatcher(None, new, old, autojunk=False).get_opcodes()
+    equal = [(begin, end, to - begin) for kind, begin, end, to, _ in steps if kind == "equal"]
+    old_rows = {row: row + offset for begin, end, offset in equal for row in range(begin, end)}
+    free: dict[str, list[int]] = {}
+    for row in sorted({*range(len(old))} - {*old_rows.values()}, reverse=True):
+        free.setdefault(bare(old[row]), []).append(row)
+    for row, line in enumerate(new):
+        if row not in old_rows and free.get(bare(line)):
+            old_rows[row] = free[bare(line)].pop()
+    for kind, begin, end, to, _ in steps:
+        if kind == "replace":
+            old_rows = dict.fromkeys(range(begin, end), to) | old_rows
+    origins, following = list[int](), max(0, len(old) - 1)
+    for row in reversed(range(len(new))):
+        following = old_rows.get(row, following)
+        origins.append(following + 1)
+    return origins[::-1]
+
+
+def bare(line: str) -> str:
+    """Equal for a line and its copy in a captured function, which is indented less, and where `self.loss` is `loss`."""
+    return line.strip().replace("self.", "")

@@ -33,8 +33,8 @@ from libcst.metadata import MetadataWrapper
 
 from keepbusy.fixes.capture import FEWEST_LAUNCHES
 from keepbusy.fixes.definition import LIFTED, CapturedLines
+from keepbusy.fixes.source.constants import minibatch_indices
 from keepbusy.fixes.source.lifted_functions import LiftedLines, LiftRegions
-from keepbusy.fixes.source.masks import minibatch_indices
 from keepbusy.fixes.source.name_flow import (
     Flow,
     Statement,
@@ -490,18 +490,8 @@ class _Function:
         order = [*self._local, *needed, *at_times]
         region.arguments, region.results = sorted({*needed, *at_times}, key=order.index), results
         region.values = {name for name in results if self._is_asked_values(name, region, inside)}
-        region.indices = self._indices_in(region)
+        region.indices = {*region.arguments} & minibatch_indices(self._own, self.file.nodes)
         return True
-
-    def _indices_in(self, region: LiftedLines) -> set[str]:
-        """Arguments that are parts of an order of all samples, and by which the region does nothing but choose."""
-        if "torch" not in self.file.imported:
-            return set()
-        parts = [part for statement in region.captured for part in statement.parts]
-        choosing = {id(part.slice) for part in parts if isinstance(part, ast.Subscript)}
-        names = [part for part in parts if isinstance(part, ast.Name)]
-        otherwise = {part.id for part in names if id(part) not in choosing}
-        return ({*region.arguments} & minibatch_indices(self._own, self.file.nodes)) - otherwise
 
     def _is_shown_whole(self, results: Collection[str], inside: Set[int]) -> bool:
         """Whether `print(loss)` stands outside: it shows how a tensor was made, which no replay tells."""

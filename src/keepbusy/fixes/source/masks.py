@@ -1,20 +1,18 @@
-"""Elements that a mask chooses: how many there are, only the GPU knows. Sums that the host knows the shape of, indices
-that are taken once, and masks that are made of numbers alone, as positions and labels may be."""
+"""Elements that a mask chooses: how many there are, only the GPU knows. Sums that the host knows the shape of, and
+indices that are taken once."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from keepbusy.fixes.source.at_lines import AtLines, dotted, text_of, visiting
-from keepbusy.fixes.source.name_flow import Uses, own_nodes
-
-_COUNTING = {"nonzero", "argwhere", "where", "masked_select", "unique", "bincount", "repeat_interleave", "one_hot"}
-"""Functions that wait for the number of their results."""
+from keepbusy.fixes.source.constants import COUNTING
+from keepbusy.fixes.source.name_flow import Uses
 
 
 class _MaskedSums(AtLines):
@@ -105,7 +103,7 @@ def _mask_at(nodes: list[ast.AST], line: int) -> str:
                 texts.add(ast.unparse(mask))
             case ast.Subscript(slice=index) if Uses([index]).loads:
                 return ""
-            case ast.Attribute(attr=name) | ast.Name(id=name) if name in _COUNTING:
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name in COUNTING:
                 return ""
     return texts.pop() if len(texts) == 1 else ""
 
@@ -179,177 +177,3 @@ def write_indices_once(wrapper: MetadataWrapper, lines: frozenset[int]) -> cst.M
     masks = {line: mask for line, mask in masks.items() if mask in known or mask.indices not in used_names}
     new = dict.fromkeys(masks[line] for line in sorted(masks) if masks[line] not in known)
     return wrapper.visit(_IndicesOnce(lines, masks, new)) if masks else None
-
-
-# What a function makes of numbers alone is the same at each call.
-
-_MAKERS = {"arange", "eye", "full", "linspace", "ones", "tril_indices", "triu_indices", "zeros"}
-_OTHER_EACH_TIME = ("rand", "normal", "bernoulli", "multinomial", "poisson", "empty", "from_numpy")
-_OF_NUMBERS = {"shape", "ndim", "device", "dtype", "size", "numel", "dim"}
-"""Attributes and methods of a tensor that its values have no part in."""
-_ANY_ARGUMENTS = {
-    *("to", "cuda", "cpu", "type", "type_as", "view", "view_as", "reshape", "expand", "expand_as", "repeat"),
-    *("squeeze", "unsqueeze", "permute", "transpose", "flatten"),
-}
-"""Methods whose arguments are no values."""
-_ORDERS = {"arange", "permutation", "randperm"}
-_SENDING, _READING = {"to", "cuda", "type"}, {"item", "tolist", "nonzero", "cpu", "unique", "argwhere"}
-_READING_ARGUMENT = {
-    *("where", "nonzero", "argwhere", "masked_select", "unique", "repeat_interleave", "int", "float", "bool"),
-}
-
-
-class ConstantsAtLine(NamedTuple):
-    """How many values a statement sends to the GPU, reads of it or chooses by."""
-
-    constant: int
-    other: int
-
-
-def constants_at(source: str) -> dict[int, ConstantsAtLine]:
-    """For each line of a statement that does so with a constant. What was made before a loop is none in it. The indices
-    of a minibatch count as one: they are sent over once, in front of a graph."""
-    try:
-        nodes = [*ast.walk(ast.parse(source))]
-    except (SyntaxError, ValueError):
-        return {}
-    found = dict[int, ConstantsAtLine]()
-    for region in (node for node in nodes if isinstance(node, ast.FunctionDef | ast.Module | ast.For | ast.While)):
-        own, constants = own_nodes(region), _Constants(region)
-        indices = minibatch_indices(own, nodes)
-        inner = {id(node) for loop in own if isinstance(loop, ast.For | ast.While) for node in own_nodes(loop)}
-        for statement in (node for node in own if isinstance(node, ast.stmt) and id(node) not in inner):
-            fields = [field for field in ast.iter_child_nodes(statement) if isinstance(field, ast.expr)]
-            parts = [part for field in fields for part in ast.walk(field) if isinstance(part, ast.expr)]
-            values = [value for part in parts for value in _looked_at(part)]
-            values += [statement.test] if isinstance(statement, ast.If | ast.Assert) else []
-            chosen = [value for value in values if isinstance(value, ast.Name) and value.id in indices]
-            constant = sum(map(constants.are_tensors, values)) + len(chosen)
-            other = sum(not constants.hold(value) for value in values) - len(chosen)
-            if constant:
-                found |= dict.fromkeys({part.lineno for part in parts}, ConstantsAtLine(constant, other))
-    return found
-
-
-def minibatch_indices(nodes: Sequence[ast.AST], file: Iterable[ast.AST]) -> set[str]:
-    """Names that stand for parts of an order of all samples alone: `chosen = order[begin : begin + 32]`. `file`: where
-    the order is made."""
-    orders, parts = set[str](), list[str]()
-    for node in file:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr=made))) if (
-                made in _ORDERS
-            ):
-                orders.add(name)
-    for node in nodes:
-        match node:
-            case ast.Assign(
-                targets=[ast.Name(id=name)], value=ast.Subscript(value=ast.Name(id=order), slice=ast.Slice())
-            ) if order in orders:
-                parts.append(name)
-    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    return {name for name in parts if stored.count(name) == parts.count(name)}
-
-
-def _looked_at(part: ast.AST) -> Iterator[ast.expr]:
-    """Of a part of a statement, what it sends, reads or chooses by."""
-    match part:
-        case ast.Subscript(slice=chosen):
-            each = chosen.elts if isinstance(chosen, ast.Tuple) else [chosen]
-            yield from (index for index in each if not isinstance(index, ast.Slice))
-        case ast.Call(func=ast.Attribute(value=value, attr=attr)) if attr in _SENDING | _READING:
-            if not _is_module(value):
-                yield value
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[argument, *_]) if (
-            name in _READING_ARGUMENT
-        ):
-            yield argument
-        case ast.Call(func=ast.Attribute(attr="tensor" | "as_tensor" | "new_tensor"), args=[_, *_]):
-            yield part
-
-
-def _is_module(node: ast.expr) -> bool:
-    return ast.unparse(node) in ("torch", "F", "torch.nn.functional", "functional")
-
-
-class _Constants:
-    """The names of a function, or of a loop's body, that stand for constants, and expressions of these."""
-
-    def __init__(self, region: ast.AST) -> None:
-        own, given = own_nodes(region), dict[str, list[ast.expr]]()
-        for node in own:
-            match node:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    given.setdefault(name, []).append(value)
-                case ast.AugAssign(target=ast.Name(id=name), value=value):
-                    given.setdefault(name, []).append(value)
-        stored = [node.id for node in own if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        self._names = {name for name, values in given.items() if stored.count(name) == len(values)}
-        size = -1
-        while len(self._names) != size:
-            size = len(self._names)
-            self._names = {name for name in self._names if all(map(self.hold, given[name]))}
-            self._names -= {name for node in own for name in self._written_by(node)}
-        self._tensors = set[str]()
-        while size != len(self._tensors):
-            size = len(self._tensors)
-            self._tensors |= {name for name in self._names if any(map(self.are_tensors, given[name]))}
-
-    def _written_by(self, node: ast.AST) -> Iterator[str]:
-        """Names of tensors to which it writes what is no constant: `mask[rows] = True`, `mask.scatter_(1, rows, 1)`."""
-        match node:
-            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()):
-                yield name
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr), args=values):
-                if attr.endswith("_") and not all(map(self.hold, values)):
-                    yield name
-
-    def are_tensors(self, node: ast.expr) -> bool:
-        """Whether it is a constant, and a tensor."""
-        makes = any(
-            (isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and _is_module(part.func.value))
-            or (isinstance(part, ast.Name) and part.id in self._tensors)
-            for part in ast.walk(node)
-        )
-        return makes and self.hold(node)
-
-    def hold(self, node: ast.expr | None) -> bool:
-        """Whether it is a constant."""
-        match node:
-            case None | ast.Constant():
-                return True
-            case ast.Name(id=name):
-                return name in self._names
-            case ast.Attribute(attr=attr, value=value):
-                return attr in _OF_NUMBERS or self.hold(value)
-            case ast.Call():
-                return self._is_made(node)
-            case ast.ListComp(elt=value) | ast.GeneratorExp(elt=value) | ast.Starred(value=value):
-                return self.hold(value)
-            case (
-                ast.UnaryOp()
-                | ast.BinOp()
-                | ast.Compare()
-                | ast.BoolOp()
-                | ast.Tuple()
-                | ast.List()
-                | ast.IfExp()
-                | ast.Subscript()
-                | ast.Slice()
-            ):
-                return all(self.hold(part) for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
-        return False
-
-    def _is_made(self, call: ast.Call) -> bool:
-        match call.func:
-            case ast.Name(id=name):
-                return name in ("len", "range") or (name in ("int", "float", "bool") and all(map(self.hold, call.args)))
-            case ast.Attribute(value=value, attr=attr) if _is_module(value):
-                is_other = attr.startswith(_OTHER_EACH_TIME)
-                return attr in _MAKERS or (not is_other and all(map(self.hold, call.args)))
-            case ast.Attribute(value=value, attr=attr):
-                has_values = attr not in _OF_NUMBERS | _ANY_ARGUMENTS
-                is_other = attr.startswith(_OTHER_EACH_TIME) or attr in ("uniform_", "exponential_")
-                held = attr in _OF_NUMBERS or self.hold(value)
-                return held and not is_other and (not has_values or all(map(self.hold, call.args)))
-        return False

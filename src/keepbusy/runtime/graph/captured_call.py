@@ -440,7 +440,7 @@ def capture_call(
     held = gradients.held()
     gradients.restore()  # nothing has run yet: those that the step will leave behind hold no values
     return CapturedCall(
-        graph, inputs, outputs, held, [*alive, constants and constants.held()], CallPattern(call), later
+        graph, inputs, outputs, held, [*alive, constants and constants.read_by_graph()], CallPattern(call), later
     )
 
 
