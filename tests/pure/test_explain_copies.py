@@ -122,6 +122,26 @@ def test_many_small_copies_in() -> None:
     assert cause(found, "blocking_copy").predicted.step == near(2_000, 0.05)
 
 
+@pytest.mark.parametrize(
+    ("made", "is_pinned", "fix"),
+    [
+        ("aten::zeros", False, "keep_on_device"),
+        ("envs.py(9): step", False, "copy_without_waiting"),
+        ("envs.py(9): step", True, "prefetch"),  # memory that CUDA reads later
+    ],
+)
+def test_a_small_copy_is_not_waited_for_or_made_where_it_is_needed(made: str, is_pinned: bool, fix: str) -> None:
+    """Only what is made of nothing can be made on the GPU: what an environment says cannot."""
+
+    def body(run: Run) -> None:
+        for _ in range(10):
+            run.launch([300]).work(200, at=[made]).copy(4_096, 3, pinned=is_pinned, at=TO)
+
+    found = told(body)
+    assert cause(found, "blocking_copy").fix == fix
+    assert cause(found, "blocking_copy").predicted.step == near(3_000, 0.03)
+
+
 # In line
 
 

@@ -193,7 +193,7 @@ LINES = {
     "log": 3243,
     "virtual": 10061,
     "causes": 1617,
-    "fixes": 5661,
+    "fixes": 5732,
     "explain": 2524,
     "report": 3300,
     "runtime": 8170,

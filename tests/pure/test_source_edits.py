@@ -329,6 +329,29 @@ def test_a_tensor_is_made_where_it_is_needed(written: str, meant: str | None) ->
     assert new == (None if meant is None else f"import torch\n{meant}\n")
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("x = torch.from_numpy(s).to(device)", "x = torch.from_numpy(s).to(device, non_blocking=True)"),
+        ("x = f(torch.Tensor(s).unsqueeze(0).cuda())", "x = f(torch.Tensor(s).unsqueeze(0).cuda(non_blocking=True))"),
+        ("x = torch.tensor(s, device=device)", "x = torch.tensor(s).to(device, non_blocking=True)"),
+        (
+            "x = torch.as_tensor(s, dtype=torch.float32, device=device)",
+            "x = torch.as_tensor(s, dtype=torch.float32).to(device, non_blocking=True)",
+        ),
+        ("x = batch.to(device)", None),  # whose `to` may know no `non_blocking`
+        ("x = torch.load(file).to(device)", None),
+        ("x = torch.tensor(s).to(device, torch.float16)", None),
+        ("x = torch.tensor(s).to(torch.float16)", None),
+        ("x = torch.tensor(s).to(device, non_blocking=False)", None),
+        ("x = torch.tensor(s, device=device, requires_grad=True)", None),
+    ],
+)
+def test_a_small_copy_is_not_waited_for(written: str, meant: str | None) -> None:
+    new = edited(f"import torch\n{written}\n", "copy_without_waiting", [2])
+    assert new == (None if meant is None else f"import torch\n{meant}\n")
+
+
 def test_an_optimizer_is_fused_unless_it_chose_otherwise() -> None:
     source = "import torch\na = torch.optim.AdamW(p, lr=1e-3)\nb = torch.optim.SGD(p, foreach=True)\nc = Adam(p)\n"
     assert changed(source, "fuse_optimizer", 2) == (

@@ -28,14 +28,14 @@ class MadeOnHost(CauseKind):
         is_inbound = inputs.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (spans.size > STAGED_BYTES)
         for copy in np.flatnonzero(is_inbound & (inputs.launch != NONE)).tolist():
             launch, sync = int(inputs.launch[copy]), int(inputs.sync_of_copy[copy])
-            rows = _making_rows(inputs, launch)
+            rows = making_rows(inputs, launch)
             if len(rows):
                 dropped_rows = np.array([*rows, launch, copy, *([sync] if sync != NONE else [])], np.int64)
                 builder.edit.drop[dropped_rows] = True
                 builder.culprit[dropped_rows] = launch
 
 
-def _making_rows(inputs: CauseInputs, launch: int) -> Ints:
+def making_rows(inputs: CauseInputs, launch: int) -> Ints:
     """The rows before this launch in which its tensor was created; none if there is any other work among them. Python's
     own work at the line of the launch does not count, since any call has some."""
     spans, frames, lane = inputs.timeline.spans, inputs.timeline.frames, inputs.timeline.spans.lane[launch]

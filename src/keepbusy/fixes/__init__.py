@@ -28,6 +28,7 @@ FIXES: tuple[Fix, ...] = (
     reading.TellSizes(),
     reading.Readback(),
     copying.KeepOnDevice(),
+    copying.CopyWithoutWaiting(),
     reading.DropSync(),
     reading.DecideOnGpu(),
     reading.ReadAtOnce(),

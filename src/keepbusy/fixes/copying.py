@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from keepbusy.causes.cause_inputs import CauseInputs
+from keepbusy.causes.made_on_host import making_rows
 from keepbusy.fixes.definition import Advice, Candidate, Fix, PlacedCause, Remedy, SourceEdit
 from keepbusy.fixes.reading import copies_of
 from keepbusy.timeline.edit import Edit
@@ -117,9 +118,9 @@ class KeepOnDevice(Fix):
     name, label = "keep_on_device", "keep the data on the GPU"
     causes = ("blocking_copy", "host_work")
     served_by = ("keep_on_device",)
-    of_tiny_copy = Advice(
+    of_made_tensor = Advice(
         "The copy is tiny, but Python waits for it. Create the data on the GPU, or once before the loop.",
-        'torch.randperm(n, device="cuda")  # or weights = torch.tensor([...], device="cuda") before the loop',
+        'torch.randperm(n, device="cuda")  # or weights = torch.zeros(n, device="cuda") before the loop',
         "torch.randperm",
     )
     of_selected_rows = Advice(
@@ -132,8 +133,9 @@ class KeepOnDevice(Fix):
     def remedy_at(self, place: PlacedCause) -> Remedy | None:
         if place.cause == "host_work":
             return self.says(self.of_selected_rows) if _selects_rows(place) else None
-        largest = place.inputs.timeline.spans.size[copies_of(place)].max(initial=0)
-        return self.says(self.of_tiny_copy) if largest <= STAGED_BYTES else None
+        launches = place.inputs.launch[copies_of(place)].tolist() if _is_tiny(place) else []
+        made = sum(bool(len(making_rows(place.inputs, launch))) for launch in launches)
+        return self.says(self.of_made_tensor) if 2 * made > len(launches) else None
 
     def source_edit(self) -> SourceEdit:
         from keepbusy.fixes.source.calls import ON_DEVICE
@@ -146,6 +148,12 @@ class KeepOnDevice(Fix):
         return ON_DEVICE_OR_RANDOM
 
 
+def _is_tiny(place: PlacedCause) -> bool:
+    """Whether CUDA takes all that is copied into its own memory, and the call could return at once."""
+    spans, copies = place.inputs.timeline.spans, copies_of(place)
+    return bool(spans.size[copies].max(initial=0) <= STAGED_BYTES)
+
+
 def _selects_rows(place: PlacedCause) -> bool:
     """Whether rows are taken out of what stays on the host and go to the GPU next, or come from it and go there."""
     inputs, spans = place.inputs, place.inputs.timeline.spans
@@ -156,6 +164,34 @@ def _selects_rows(place: PlacedCause) -> bool:
     comes = np.append(large & (spans.direction == Direction.DEVICE_TO_HOST), False)[before]
     work = spans.work[place.rows]
     return bool(2 * work[inputs.within(Role.PICKS)[place.rows] & (goes | comes)].sum() > work.sum())
+
+
+class CopyWithoutWaiting(Fix):
+    """Small tensors from pageable memory."""
+
+    name, label = "copy_without_waiting", "copy without waiting"
+    causes = ("blocking_copy",)
+    served_by = ("copy_without_waiting", "prefetch")
+    advice = Advice(
+        "The copy is small, but Python waits for it. With non_blocking=True it does not: CUDA has read the tensor when "
+        "the call returns. If the values are always the same, copy them once before the loop.",
+        'x = x.to("cuda", non_blocking=True)  # x is small, and not in pinned memory',
+        "torch.Tensor.to",
+    )
+
+    def applies(self, place: PlacedCause) -> bool:
+        spans, copies = place.inputs.timeline.spans, copies_of(place)
+        arrives = spans.direction[copies] == Direction.HOST_TO_DEVICE
+        return bool(len(arrives) and arrives.all() and not spans.pinned[copies].any()) and _is_tiny(place)
+
+    def candidate(self, place: PlacedCause, usual: Candidate) -> Candidate:
+        """The copies stay as they are."""
+        return replace(usual, edit=usual.edit.only(~place.inputs.is_copy))
+
+    def source_edit(self) -> SourceEdit:
+        from keepbusy.fixes.source.calls import WITHOUT_WAITING
+
+        return WITHOUT_WAITING
 
 
 class PinMemory(Fix):
