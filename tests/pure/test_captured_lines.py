@@ -315,6 +315,11 @@ def captured_main(x):
         captured_main(x)
         x = get_batch("train")
 """ in dedent(new)
+    begin, end = source.index("        def get_batch"), source.index("        def main")
+    inner = "".join(f"    {line}\n" if line else "\n" for line in source[begin:end].splitlines())
+    of_main = captured(source[:begin] + source[end:].replace("        def main():\n", f"        def main():\n{inner}"))
+    assert of_main is not None
+    assert "        captured_main(x)\n        x = get_batch" in of_main  # as one that only `main` can call
     for act in ("launch(ix)", "global device", "train_data.roll_(1)"):
         kept = captured(source.replace("            ix = torch", f"            {act}\n            ix = torch"))
         assert kept is None or "    loss = model(x)\n    optimizer.zero_grad()" not in kept
@@ -554,6 +559,7 @@ def train(self, net, optimizer, batches, gpu):
     return edited(source, "graph", [], told, [at - 1])
 
 
+WHOLE_BATCH = "def loss_of(net, x, gpu):\n    {0}\n    return net(x)\n"
 LOSS_OF = "def loss_of(net, x, y, gpu):\n    x, y = x.to({0}), y.to({0})\n    return net(x, y)\n"
 
 
@@ -621,6 +627,18 @@ class Trainer:
         (LOSS_OF.format("device"), "loss_of(net, x, y, gpu).mean()", "x.to(device)", "y_on_gpu, gpu).mean()"),
         (LOSS_OF.format("0, copy=True"), "loss_of(net, x, y, gpu)", "x.to(0, copy=True)", "(net, x_on_gpu"),
         (METHOD, "self.loss_of(net, x, y)", "x.to(self.gpu)", "self.loss_of(net, x_on_gpu, y_on_gpu)"),
+        (
+            WHOLE_BATCH.format("a, b = (t.to(gpu) for t in x)").replace("net(x)", "net(a, b)"),
+            "loss_of(net, x, gpu)",
+            "[t.to(gpu) for t in x]",
+            "(net, x_on_gpu, gpu)",
+        ),
+        (
+            WHOLE_BATCH.format("x = {name: t.cuda() for name, t in x.items()}"),
+            "loss_of(net, x, gpu)",
+            "{name: t.cuda() for name, t in x.items()}",
+            "(net, x_on_gpu, gpu)",
+        ),
     ],
 )
 def test_what_the_called_function_copies_first_is_copied_in_front(
@@ -655,6 +673,8 @@ def test_lines_that_copy_first_are_found_where_another_fix_has_moved_them() -> N
         (LOSS_OF.format("gpu").replace("x, y =", "x = x + 1\n    x, y ="), "loss_of(net, x, y, gpu)"),
         (LOSS_OF.format("gpu").replace("    x, y =", "    if x:\n        pass\n    x, y ="), "loss_of(net, x, y, gpu)"),
         (LOSS_OF.format("gpu"), "other.loss_of(net, x, y, gpu)"),
+        (WHOLE_BATCH.format("a, b = (t.to(gpu) for t in x)"), "loss_of(net, x, gpu)"),  # the net gets the batch, too
+        (WHOLE_BATCH.format("x = [t.to(gpu) for t in x if t]"), "loss_of(net, x, gpu)"),
     ],
 )
 def test_a_copy_that_may_be_another_in_front_stays(function: str, call: str) -> None:

@@ -258,6 +258,14 @@ for epoch in range(9):
     ]
 
 
+@pytest.mark.parametrize(("use", "is_constant"), [("print(out[mask].sum())", True), ("change(mask)", False)])
+def test_a_mask_may_choose_by_the_name_of_a_loop(use: str, is_constant: bool) -> None:
+    test = f"    def test():\n        for mask in [train_mask, other]:\n            {use}\n"
+    source = MASKED.replace("    for epoch", f"{test}    for epoch")
+    assert source != MASKED
+    assert (edited(source, "take_indices_once", [14]) is not None) == is_constant
+
+
 @pytest.mark.parametrize(
     ("part", "other"),
     [

@@ -232,6 +232,72 @@ def test_two_caches_that_are_one_for_a_while_leave_the_graph_of_two() -> None:
     assert "2 captured" in kept.graphed.report()
 
 
+def trained_on_points(wrap: Callable[[Any], Any]) -> list[Any]:
+    """Twelve times points are drawn anew, of which some gather gradients that nobody clears."""
+    torch.manual_seed(0)
+    model, points = net(), SimpleNamespace()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(points.inner).square().mean() + model(points.edge).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step, found = wrap(train), []
+    for _ in range(12):
+        points.inner = torch.randn(4, 8, device="cuda", requires_grad=True)
+        points.edge = torch.randn(4, 8, device="cuda")
+        found += [step() for _ in range(60)] + [points.inner.grad]
+    return [one.tolist() for one in found]
+
+
+def test_points_that_are_drawn_anew_get_a_new_graph_as_long_as_that_pays() -> None:
+    kept = Kept()
+    found, messages = warned(lambda: trained_on_points(kept))
+    assert (found, messages) == (trained_on_points(lambda step: step), [])
+    assert kept.graphed.calls == 12 * 60
+    assert kept.graphed.replays > 12 * 45
+
+
+class SumsInAnotherOrder:
+    """A sum whose terms cancel, which a replay adds up in another order than a call does."""
+
+    def __init__(self, is_off_by: float) -> None:
+        numbers = torch.randn(500, generator=torch.Generator().manual_seed(0))
+        self.weight = torch.cat([numbers, -numbers.flip(0)]).cuda().requires_grad_()
+        self.total, self._is_off_by = torch.zeros((), device="cuda"), is_off_by
+
+    def _added(self, parts: int) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack([part.cumsum(0)[-1] for part in self.weight.chunk(parts)]).cumsum(0)[-1]
+
+    def step(self) -> torch.Tensor:
+        return self.total.copy_(self._added(1)).clone()
+
+    def captured(self) -> Any:
+        return SimpleNamespace(
+            replay=lambda _: self.total.copy_(self._added(7) + self._is_off_by).clone(),
+            written_to=lambda _: [],
+            take_gradients=lambda: None,
+        )
+
+
+@pytest.mark.parametrize("is_off_by", [0, 1e-3])
+def test_sums_may_be_rounded_as_with_other_weights_by_one_rounding(is_off_by) -> None:
+    sums = SumsInAnotherOrder(is_off_by)
+    participants, total = Participants(), sums.total
+    participants.add_weights([sums.weight])
+    host = HostState(participants, StepNames(lambda: total))
+    written = WrittenTensors(participants, host)
+    with written.watching():
+        made = sums.step()
+    call = StepCall((), {})
+    returned, finding = replay_compared(sums.captured(), call, lambda _: sums.step(), written, host)
+    assert (returned.item(), bool(finding)) == (made.item(), bool(is_off_by))
+
+
 class SumsInNoOrder:
     """A kernel that adds up in another order at each call, eager or replayed: written out, as no kernel here does."""
 

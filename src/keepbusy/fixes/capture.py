@@ -390,8 +390,18 @@ def _fed(inputs: CauseInputs, stays: Mask, goes: Mask) -> Mask:
         np.maximum.at(last, frame, rows)
     for frame in outwards(frames, spans.frame[computing]):
         np.minimum.at(first, frame, computing)
+    at_copies = np.unique(_line_names(inputs, np.flatnonzero(stays & (inputs.command != NONE))))
     is_else = stays & (spans.kind == Kind.WORK)
+    is_else[is_else] = ~np.isin(_line_names(inputs, np.flatnonzero(is_else)), at_copies)  # else it is the copy's own
     return ((last < first) & (first < len(spans)) & (last != NONE))[:-1] & ~frames_around(frames, spans.frame[is_else])
+
+
+def _line_names(inputs: CauseInputs, rows: Ints) -> Ints:
+    """Of each row the name of the innermost line of a source around it."""
+    frames, names = inputs.timeline.frames, inputs.timeline.names
+    is_line = np.array([source_line(name) is not None for name in names], bool)[frames.name]
+    innermost = inputs.innermost(is_line)[rows]
+    return np.where(innermost == NONE, NONE, np.append(frames.name, NONE)[innermost])
 
 
 def _prepared(inputs: CauseInputs, stays: Mask, goes: Mask) -> Mask:

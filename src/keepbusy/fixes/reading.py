@@ -135,9 +135,12 @@ class TakeIndicesOnce(Fix):
         if not called_operator(place) & Role.CHOOSES:
             return False
         from keepbusy.fixes.capture import sources_at
-        from keepbusy.fixes.source.masks import constant_mask
 
         sources = sources_at(place.inputs, [place.where.file])
+        if not sources:
+            return False
+        from keepbusy.fixes.source.masks import constant_mask
+
         return any(constant_mask(source, place.where.line) is not None for source in sources.values())
 
     def source_edit(self) -> SourceEdit:

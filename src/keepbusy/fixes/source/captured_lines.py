@@ -205,13 +205,13 @@ class _Enclosing(NamedTuple):
 class _File:
     """What is asked of the whole file that a function stands in."""
 
-    def __init__(self, around: Sequence[ast.Module | ast.FunctionDef]) -> None:
-        """`around`: the file, and the functions in it around the function."""
-        self.nodes = nodes = [*ast.walk(around[0])]
+    def __init__(self, scopes: Sequence[ast.Module | ast.FunctionDef]) -> None:
+        """`scopes`: the file, and the functions within one another down to the one that is looked at."""
+        self.nodes = nodes = [*ast.walk(scopes[0])]
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
         counts = Counter(node.name for node in functions)
-        top = {id(node) for scope in around for node in scope.body}
-        self.functions = {node.name: node for node in functions if counts[node.name] == 1 and id(node) in top}
+        top, visible = ({id(node) for scope in seen for node in scope.body} for seen in (scopes[:-1] or scopes, scopes))
+        self.functions = {node.name: node for node in functions if counts[node.name] == 1 and id(node) in visible}
         """Those whose names tell which they are."""
         methods = [node for node in functions if counts[node.name] == 1 and id(node) not in top]
         self.counting = {node.name for node in methods if any(map(_counts, ast.walk(node)))} - _OF_PYTORCH
@@ -279,7 +279,7 @@ class _Function:
     ) -> None:
         """`scopes`: the file, and the functions within one another down to this one."""
         self.node, self._around = scopes[-1], scopes[:-1] or scopes
-        self.file = _File(self._around)
+        self.file = _File(scopes)
         self._launching, self._loops = dict(lines.launching), loops
         self._own = own_nodes(self.node)
         # they take their time in Python, and are nothing but what a graph does without

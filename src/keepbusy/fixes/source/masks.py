@@ -12,7 +12,7 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvide
 
 from keepbusy.fixes.source.at_lines import AtLines, dotted, text_of, visiting
 from keepbusy.fixes.source.constants import COUNTING
-from keepbusy.fixes.source.name_flow import Uses
+from keepbusy.fixes.source.name_flow import Uses, own_nodes
 
 
 class _MaskedSums(AtLines):
@@ -113,6 +113,12 @@ def _is_handed_on(nodes: list[ast.AST], text: str, after: int) -> bool:
     sum."""
     harmless = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
     harmless |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for loop in (node for node in nodes if isinstance(node, ast.For)):
+        match loop:
+            case ast.For(target=ast.Name(id=name), iter=ast.List(elts=masks) | ast.Tuple(elts=masks)):
+                used = [part for part in own_nodes(loop) if isinstance(part, ast.Name) and part.id == name]
+                if all(part is loop.target or id(part) in harmless for part in used):
+                    harmless |= {id(mask) for mask in masks}  # each only chooses, by the name of the loop
     named = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node.lineno > after]
     return any(ast.unparse(node) == text for node in named if id(node) not in harmless)
 

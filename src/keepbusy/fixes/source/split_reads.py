@@ -193,10 +193,13 @@ class _CopyingFunction(NamedTuple):
     """A function that begins with copies of what it is given to the GPU."""
 
     parameters: list[str]
-    copies: dict[str, ast.Call]
+    copies: dict[str, ast.expr]
     """Of a parameter, how it is copied."""
     free: set[str]
     """Names in these calls that are no parameters."""
+
+    def names_for(self, parameter: str) -> set[str]:
+        return _named_in(self.copies[parameter])
 
 
 def _copying_functions(tree: ast.Module) -> dict[str, _CopyingFunction]:
@@ -214,20 +217,54 @@ def _copying_functions(tree: ast.Module) -> dict[str, _CopyingFunction]:
 
 def _copying_function(node: ast.FunctionDef) -> _CopyingFunction | None:
     """None if it copies no parameter at its beginning, or copies it by what it has computed itself."""
-    parameters, copies, rebound = [argument.arg for argument in node.args.args], dict[str, ast.Call](), set[str]()
+    parameters, copies, rebound = [argument.arg for argument in node.args.args], dict[str, ast.expr](), set[str]()
+    used = Counter(part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load))
     for statement in node.body:
         if not isinstance(statement, ast.Assign | ast.Expr):
             break
-        for part in ast.walk(statement):
-            match part:
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="to" | "cuda")) as copy:
-                    if name in parameters and name not in rebound:
-                        copies.setdefault(name, copy)
+        for name, copy in filter(None, map(_copy_in, ast.walk(statement))):
+            is_whole = isinstance(copy, ast.Call) or used[name] == 1 or name in Uses([statement]).stores
+            if name in parameters and name not in rebound and is_whole:
+                copies.setdefault(name, copy)
         rebound |= {*Uses([statement]).stores}
-    named = {part.id for copy in copies.values() for part in ast.walk(copy) if isinstance(part, ast.Name)}
+    named = {name for copy in copies.values() for name in _named_in(copy)}
     if not copies or named & rebound - copies.keys():
         return None
     return _CopyingFunction(parameters, copies, named - {*parameters})
+
+
+def _copy_in(part: ast.AST) -> tuple[str, ast.expr] | None:
+    """`x.to(device)`, or all that is in a batch: `(t.to(device) for t in batch)`, `{k: v.to(device) for k, v in
+    batch.items()}`; with the name of what is copied."""
+    match part:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="to" | "cuda")):
+            return name, part
+        case (
+            ast.GeneratorExp(elt=value, generators=[ast.comprehension(target, ast.Name(id=name), ifs=[]) as each])
+            | ast.ListComp(elt=value, generators=[ast.comprehension(target, ast.Name(id=name), ifs=[]) as each])
+        ):
+            inner = _copy_in(value)
+            is_copy = isinstance(target, ast.Name) and inner is not None and inner[0] == target.id
+            return (name, ast.ListComp(value, [each])) if is_copy else None
+        case ast.DictComp(
+            value=value,
+            generators=[
+                ast.comprehension(
+                    ast.Tuple(elts=[_, ast.Name(id=target_name)]),
+                    ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="items")),
+                    ifs=[],
+                )
+            ],
+        ):
+            inner = _copy_in(value)
+            return (name, part) if inner is not None and inner[0] == target_name else None
+    return None
+
+
+def _named_in(copy: ast.expr) -> set[str]:
+    """Names that mean something outside of it."""
+    names = [part for part in ast.walk(copy) if isinstance(part, ast.Name)]
+    return {name.id for name in names} - {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
 class _Copies(cst.CSTTransformer):
@@ -266,7 +303,7 @@ class _Copies(cst.CSTTransformer):
         words = {name: cst.Module([]).code_for_node(value) for name, value in given.items() if _is_plain(value)}
         words |= {name: name for name in (*receiver, *called.free)}
         for parameter, copy in called.copies.items():
-            if {part.id for part in ast.walk(copy) if isinstance(part, ast.Name)} <= words.keys():
+            if called.names_for(parameter) <= words.keys():
                 written = cst.parse_expression(ast.unparse(_Renamed(words).visit(deepcopy(copy))))
                 given[parameter] = self._name_of(written, given[parameter])
         replaced = zip(arguments, given.values(), strict=True)
@@ -283,7 +320,7 @@ class _Renamed(ast.NodeTransformer):
         self._words = words
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(self._words[node.id], mode="eval").body
+        return ast.parse(self._words[node.id], mode="eval").body if node.id in self._words else node
 
 
 def _is_plain(value: cst.BaseExpression) -> bool:

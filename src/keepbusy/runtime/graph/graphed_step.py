@@ -15,7 +15,7 @@ import operator
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import nullcontext
 from itertools import chain
 from types import CodeType
@@ -79,6 +79,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 GRAPHS_PER_STEP = 8
 """So many kinds of call (shapes, constants, modes) may get a graph; each has the memory of a step of its own."""
+PAYS_AFTER = 32
+"""Replays of a graph, for its capture and its first comparisons: these take as long as some twenty calls."""
 MOST_IN_VAIN = 3
 """So many sets of objects may get graphs and give way to others before these pay, as a closure for each batch does."""
 UNSTEADY_CALLS = 4
@@ -127,6 +129,10 @@ class GraphKey:
         self._leaves |= {id(leaf): leaf for leaf in leaves}
         self._remembered = None
         self.renew()
+
+    def forget(self, past: Set[int]) -> None:
+        """Tensors that are in use no more, by their identity."""
+        self._leaves = {key: leaf for key, leaf in self._leaves.items() if key not in past}
 
     def _modes(self) -> tuple[Any, ...]:
         return (
@@ -593,6 +599,8 @@ class StepGraphs:
 
     def _first(self, call: StepCall, kind: Any) -> Any:
         if kind not in self._capturable and len(self._capturable) >= GRAPHS_PER_STEP:
+            if self._starts_again():
+                return self._first(call, (*call.kind, *self._key.kind()))
             if self._takes_in_more(call, kind):
                 return self._eager(call)
             new = self._new_in(call, kind)
@@ -621,6 +629,23 @@ class StepGraphs:
         self._key.add([gradient.leaf for gradient in gradients.held()])
         self._key.remember_places()
         return returned
+
+    def _starts_again(self) -> bool:
+        """Whether all graphs read tensors that no name stands for any more, as points that are drawn anew now and then,
+        and have been worth their captures: then they are forgotten."""
+        named = self._key.named()
+        graphs = self._captured.values()
+        are_past = all(
+            any(is_a(old, Tensor) and old is not new for old, new in zip(captured.read, named, strict=False))
+            for captured in graphs
+        )
+        if not graphs or not are_past or self._tally["replayed"] < PAYS_AFTER * self._tally["captured"]:
+            return False
+        past = {id(old) for captured in graphs for old in captured.read} - {*map(id, named)}
+        self._participants.forget(past)
+        self._key.forget(past)
+        self._forget()
+        return True
 
     def _takes_in_more(self, call: StepCall, kind: Any) -> bool:
         """Whether graphs take in floats from here on of which they kept a value each: nothing else is new."""

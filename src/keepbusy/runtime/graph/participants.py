@@ -102,6 +102,10 @@ class Participants:
             if optimizer is not None:  # which has not stepped yet where gradients overflow at first
                 self.optimizers.setdefault(optimizer, 0)
 
+    def forget(self, past: Set[int]) -> None:
+        """Tensors that are in use no more, by their identity."""
+        self._leaves = {key: leaf for key, leaf in self._leaves.items() if key not in past}
+
     def have_state(self) -> bool:
         """Whether all optimizers have made their state: in a graph it would be made anew by each replay."""
         return all(optimizer.state or "capturable" not in optimizer.defaults for optimizer in self.optimizers)

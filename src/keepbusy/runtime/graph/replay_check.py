@@ -4,12 +4,14 @@ State is saved, the graph replayed, what came of it kept, the state put back, an
 call, and its Python runs once. Both must leave the same bits, or sums that were added up in another order: PyTorch's
 autograd changes that from one step to the next where a backward pass has a graph of its own, and atomic additions do so
 each time. A few roundings of a tensor's largest number are such a difference. Where there is more, the graph is
-replayed again from that state, and the eager call may be further from the first replay than the other replays are by a
-small factor. A replay runs no Python, so what the host decided anew differs by more.
+replayed again from that state, and then from weights that are moved by one rounding each; the eager call may be further
+from the first replay than those replays are by a small factor. A replay runs no Python, so what the host decided anew
+differs by more.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +36,8 @@ roundings."""
 SAVED_ALWAYS = 1 << 16
 """Bytes of a tensor that is saved for each comparison, whether it was seen to change or not: PyTorch does not count
 every write, and a counter such as GradScaler's may keep its value at first."""
+_NUDGED_REPLAYS = 2
+"""With other weights by one rounding."""
 _MOST_REPLAYS = 8
 """To learn how far replays are apart. Few numbers, as a single loss, may come out the same twice by chance."""
 
@@ -224,13 +228,16 @@ def _compared(
     if replayed.spec != made.spec:
         return returned, "what it returns is not always built alike"
 
-    def again() -> Outcome:
+    def again(turn: int | None = None) -> Outcome:
         before.restore()
+        if turn is not None:
+            _nudge(leaves, turn)
         return Outcome(captured.replay(call.tensors), tensors, leaves, is_kept=False)
 
     if _places_that_differ(made, replayed):
         after, made = StepState(held, leaves), Outcome(returned, tensors, leaves, is_kept=True)
-        finding = difference(made, replayed, again)
+        nudged: list[Callable[[], Outcome]] = [functools.partial(again, turn) for turn in range(_NUDGED_REPLAYS)]
+        finding = difference(made, replayed, [*[again] * _MOST_REPLAYS, *nudged])
         after.restore()
     else:
         finding = ""
@@ -264,7 +271,7 @@ def gradients_compared(later: LaterBackward, returned: Any, tensors: list[Tensor
             return named(later.replay(given))
 
         with sync_mode("default"):
-            later.note(difference(named(made), replay(), replay))
+            later.note(difference(named(made), replay(), [replay] * _MOST_REPLAYS))
         generator.set_state(after)
         call.is_over = True
         return made
@@ -275,11 +282,11 @@ def gradients_compared(later: LaterBackward, returned: Any, tensors: list[Tensor
     return tree_unflatten(leaves, spec)
 
 
-def difference(made: NamedResults, replayed: NamedResults, replay_again: Callable[[], NamedResults]) -> str:
+def difference(made: NamedResults, replayed: NamedResults, replays: Iterable[Callable[[], NamedResults]]) -> str:
     """Why what was replayed cannot stand in for what an eager call made; "" where they are the same, or as far apart
-    as replays are among themselves."""
+    as these further replays are from the first."""
     differing, spread = _places_that_differ(made, replayed), dict[int, float]()
-    for _ in range(_MOST_REPLAYS):
+    for replay_again in replays:
         if not differing:
             return ""
         other = replay_again()
@@ -293,6 +300,16 @@ def difference(made: NamedResults, replayed: NamedResults, replay_again: Callabl
         f"a replay and an eager call from the same state differ in {label}{distance_text}, "
         "so the step depends on something that no replay renews"
     )
+
+
+def _nudge(leaves: list[Tensor], turn: int) -> None:
+    """Move numbers by one rounding, up and down by turns: what comes of them is rounded differently throughout, as by
+    another order of sums. In sixteen bits a rounding is too much."""
+    with torch.no_grad():
+        for leaf in leaves:
+            if leaf.is_floating_point() and leaf.dtype.itemsize >= 4:
+                places = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape)
+                leaf.copy_(torch.nextafter(leaf, torch.where((places + turn) % 2 == 0, torch.inf, -torch.inf)))
 
 
 def _places_that_differ(made: NamedResults, replayed: NamedResults) -> list[int]:
