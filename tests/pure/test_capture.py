@@ -91,6 +91,19 @@ def test_a_batch_may_be_copied_in_front_of_the_statement_that_takes_it(at: str, 
     assert capture(body).share == pytest.approx(share, abs=0.03)
 
 
+@pytest.mark.parametrize(("at", "file"), [("model.py(5): forward", "train.py"), (PREPARE, "model.py")])
+def test_work_of_the_line_that_copies_a_batch_is_part_of_the_copy(at: str, file: str) -> None:
+    """`x, y = (t.to(device) for t in batch)`, behind a read of the step before; not what prepares the batch."""
+
+    def body(run: Run) -> None:
+        with run.inside("main.py(3): step"):
+            run.work(2_000, at=[at]).copy(MB, 100, at=["model.py(5): forward", "aten::copy_"])
+            with run.inside("model.py(7): forward"):
+                launches(run, 40)
+
+    assert [lines.file for lines in capture(body).lines] == [file]
+
+
 def test_what_is_called_between_is_captured_with_it_unless_something_in_there_stays() -> None:
     def body(run: Run) -> None:
         launches(run)
