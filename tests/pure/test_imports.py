@@ -193,10 +193,10 @@ LINES = {
     "log": 3243,
     "virtual": 10061,
     "causes": 1617,
-    "fixes": 5732,
+    "fixes": 5779,
     "explain": 2524,
-    "report": 3300,
-    "runtime": 8170,
+    "report": 3302,
+    "runtime": 8216,
     "cli": 3917,
     "fix": 1558,
 }

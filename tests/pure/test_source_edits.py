@@ -347,8 +347,8 @@ def test_a_tensor_is_made_where_it_is_needed(written: str, meant: str | None) ->
             "x = torch.as_tensor(s, dtype=torch.float32, device=device)",
             "x = torch.as_tensor(s, dtype=torch.float32).to(device, non_blocking=True)",
         ),
-        ("x = batch.to(device)", None),  # whose `to` may know no `non_blocking`
-        ("x = torch.load(file).to(device)", None),
+        ("x = th.tensor(s, device=self.device)", "x = th.tensor(s).to(self.device, non_blocking=True)"),
+        ("x, y = x[i].to(device), f(y)", "x, y = x[i].to(device, non_blocking=True), f(y)"),
         ("x = torch.tensor(s).to(device, torch.float16)", None),
         ("x = torch.tensor(s).to(torch.float16)", None),
         ("x = torch.tensor(s).to(device, non_blocking=False)", None),

@@ -180,6 +180,9 @@ class CopyWithoutWaiting(Fix):
     )
 
     def applies(self, place: PlacedCause) -> bool:
+        """Where the program itself calls `to`: no indexing, and no library that has a `to` of its own."""
+        if place.where.library or place.where.operator not in ("", "aten::to", "aten::_to_copy"):
+            return False
         spans, copies = place.inputs.timeline.spans, copies_of(place)
         arrives = spans.direction[copies] == Direction.HOST_TO_DEVICE
         return bool(len(arrives) and arrives.all() and not spans.pinned[copies].any()) and _is_tiny(place)

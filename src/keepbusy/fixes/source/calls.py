@@ -115,38 +115,26 @@ def _device_of(method: str, call: cst.Call) -> str | None:
 
 
 class _WithoutWaiting(AtLines):
-    """`torch.from_numpy(x).to(device)` gets `non_blocking=True`. So do other copies of what torch surely made a tensor:
-    the method `to` of another class may not know it."""
+    """`x.to(device)` gets `non_blocking=True`. The lines are those that call PyTorch's own method: others may not know
+    the argument."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:  # noqa: N802
-        func = updated_node.func
+        func, args = updated_node.func, updated_node.args
         if self.line(original_node) not in self.lines or not isinstance(func, cst.Attribute):
             return updated_node
-        if func.attr.value in ("to", "cuda") and _is_made_by_torch(func.value):
-            is_positional = len([arg for arg in updated_node.args if arg.keyword is None]) > (func.attr.value == "to")
-            is_chosen = any(keyword_of(updated_node, option) for option in ("non_blocking", "copy"))
-            has_device = func.attr.value == "cuda" or _device_of("to", updated_node) is not None
-            is_left = is_positional or is_chosen or not has_device
-            return updated_node if is_left else with_keyword(updated_node, "non_blocking", "True")
-        device = keyword_of(updated_node, "device")
-        others = {arg.keyword.value for arg in updated_node.args if arg.keyword is not None} - {"device", "dtype"}
-        if dotted(func) not in ("torch.tensor", "torch.as_tensor") or device is None or others:
+        if _device_of(func.attr.value, updated_node) is not None:
+            return with_keyword(updated_node, "non_blocking", "True")
+        device, dtype = (keyword_of(updated_node, name) for name in ("device", "dtype"))
+        others = [arg for arg in args[1:] if arg is not device and arg is not dtype]
+        if dotted(func) not in _OF_DATA or device is None or others:
             return updated_node
-        args = [arg for arg in updated_node.args if arg is not device]
-        on_host = updated_node.with_changes(args=[*args[:-1], args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
-        copied = cst.Call(cst.Attribute(on_host, cst.Name("to")), [cst.Arg(device.value)])
+        kept = [arg for arg in args if arg is not device]
+        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        copied = cst.Call(cst.Attribute(updated_node.with_changes(args=kept), cst.Name("to")), [cst.Arg(device.value)])
         return with_keyword(copied, "non_blocking", "True")
 
 
-def _is_made_by_torch(value: cst.BaseExpression) -> bool:
-    """Whether it is `torch.tensor(x)`, or what its methods make of it."""
-    if not isinstance(value, cst.Call) or not isinstance(value.func, cst.Attribute):
-        return False
-    module, _, name = dotted(value.func).rpartition(".")
-    return (module == "torch" and name not in _NO_TENSORS) or _is_made_by_torch(value.func.value)
-
-
-_NO_TENSORS = {"load", "compile", "device", "Generator", "Size"}
+_OF_DATA = {f"{module}.{name}" for module in ("torch", "th") for name in ("tensor", "as_tensor")}
 WITHOUT_WAITING = SourceEdit('`non_blocking=True` in `torch.tensor(x).to("cuda")`', visiting(_WithoutWaiting))
 ON_DEVICE = SourceEdit(
     '`torch.zeros(n, device="cuda")` instead of `torch.zeros(n).to("cuda")`; no random tensors',
