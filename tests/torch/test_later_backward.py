@@ -209,3 +209,35 @@ def test_weights_with_hooks_are_left_to_autograd() -> None:
                 cross_entropy(made(x), y).backward()
     assert "a weight has a hook on its gradient" in str(said[0].message)
     assert torch.equal(model[0].weight.grad, twin[0].weight.grad)
+
+
+class Mixing(nn.Module):
+    """A layer that goes on with what a layer of the same memory has made, as a decoder's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return torch.tanh(self.own(x) + self.other(memory))
+
+
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_arguments_that_are_made_of_one_another_get_each_gradient_once(is_twice: bool) -> None:
+    """Also where the gradient is differentiated itself."""
+
+    def gradients(wrap: Wrap) -> list[Any]:
+        torch.manual_seed(0)
+        encoder, layers = nn.Linear(6, 6).cuda(), [Mixing().cuda() for _ in range(2)]
+        calls, found = [wrap(layer) for layer in layers], list[Any]()
+        for x, _, _ in batches():
+            memory = encoder(x)
+            result = calls[1](calls[0](x, memory), memory).square().mean()
+            if is_twice:
+                [slope] = torch.autograd.grad(result, [encoder.weight], create_graph=True)
+                result = result + slope.square().sum()
+            weights = [*encoder.parameters(), *[weight for layer in layers for weight in layer.parameters()]]
+            found += [gradient.tolist() for gradient in torch.autograd.grad(result, weights)]
+        return found
+
+    torch.testing.assert_close(gradients(keepbusy.graph), gradients(plain), rtol=0.0, atol=1e-7)

@@ -73,12 +73,10 @@ def fixed_lines(made: Mapping[str, Any], graphs: Sequence[str], diagnosis: Diagn
 
 
 def _iteration(made: Mapping[str, Any], diagnosis: Diagnosis) -> tuple[int, int]:
-    """An iteration before and now, of the loop of the plan: with the fixes another loop may be the main loop. Where
-    Python is far ahead now, its own iterations are shorter than those of the GPU."""
-    usual, others = diagnosis.usual_of(made["loop"]), diagnosis.loops
-    steps = {loop.place: loop.diagnosis.plain_step for loop in others} | {diagnosis.loop: diagnosis.plain_step}
-    if usual != NONE:
-        return made["usual"], max(usual, steps.get(made["loop"], 0)) if usual > 0 else 0
+    """An iteration before and now, of the loop of the plan: with the fixes another loop may be the main loop."""
+    now = diagnosis.iteration_of(made["loop"])
+    if now != NONE:
+        return made["usual"], now
     return (made["step"], diagnosis.plain_step) if made["loop"] and made["loop"] == diagnosis.loop else (0, 0)
 
 

@@ -20,6 +20,8 @@ from keepbusy.runtime.tensor_kinds import flatten_result
 from keepbusy.torch_names.pytorch import flatten_tensors, unflatten_tensors
 
 Gradients = tuple[Tensor | None, ...]
+Ends = tuple[list[Tensor], list[Tensor]]
+"""The results of a call that have gradients, and what these go back to."""
 _HOOKS = attrgetter("_backward_hooks")
 
 
@@ -68,8 +70,8 @@ class LaterBackward:
         """The arguments of a call that have a gradient, and the weights."""
         return [*[tensors[place] for place in self.inputs], *self.weights]
 
-    def outputs_of(self, returned: Any) -> list[Tensor]:
-        return self.outputs_of_leaves(flatten_result(returned)[0])
+    def ends_of(self, returned: Any, tensors: list[Tensor]) -> Ends:
+        return self.outputs_of_leaves(flatten_result(returned)[0]), self.sources(tensors)
 
     def outputs_of_leaves(self, leaves: list[Any]) -> list[Tensor]:
         return [leaves[place] for place in self.places]
@@ -79,9 +81,9 @@ class LaterBackward:
         last = self._last()
         return last is not None and not last.is_over
 
-    def replayed(self, made_again: Callable[[], list[Tensor]], sources: list[Tensor]) -> ReplayedCall:
+    def replayed(self, made_again: Callable[[], Ends]) -> ReplayedCall:
         """To be called before the forward replay. `made_again` runs the call as it is written, from what it found."""
-        call = ReplayedCall(self, made_again, sources)
+        call = ReplayedCall(self, made_again)
         self._last = weakref.ref(call)
         return call
 
@@ -110,14 +112,14 @@ class LaterBackward:
 class ReplayedCall:
     """One call: how its backward pass is made when it comes."""
 
-    def __init__(self, later: LaterBackward, made_again: Callable[[], list[Tensor]], sources: list[Tensor]) -> None:
-        self._later, self._again, self._sources = later, made_again, sources
+    def __init__(self, later: LaterBackward, made_again: Callable[[], Ends]) -> None:
+        self._later, self._again = later, made_again
         self.is_over = False
 
     def go_back(self, given: Gradients) -> Gradients:
         self.is_over = True
         if torch.is_grad_enabled() or not self._later.is_last(self):
-            return gradients_of(self._again(), self._sources, given)
+            return gradients_of(*self._again(), given)
         return self._later.replay(given)
 
 

@@ -481,7 +481,10 @@ class _Function:
             return False
         local = self._local_around(path, inside) | flow.stored.keys()
         needed = [name for name in flow.needed if name in local]
-        at_times = [name for name in results if name not in flow.defined and name not in needed]
+        has_value = {*flow.defined, *needed}
+        if not any(isinstance(outer.statement, _LOOPS) for outer in path):  # else it may have one of the last iteration
+            has_value |= _surely_read_first([*region.after, *rest])
+        at_times = [name for name in results if name not in has_value]
         before = [statement for statement in block if statement not in (*region.captured, *region.after, *rest)]
         if self._may_lack_value([*at_times, *self._local.keys() & needed], region, before, path):
             return False
@@ -633,9 +636,15 @@ class _GrowingRegion:
             place += 1
         sets_modes = any(statement.called & _MODES for statement in self.region.captured)
         wanted = _SETS_STAGE if sets_modes else _SETS_STAGE - _MODES
-        while begin > 0 and kinds[begin - 1] == _CaptureKind.NEUTRAL and statements[begin - 1].called & wanted:
+        asks = any(map(_asks_gradients, self.region.captured))  # weights are left as they were found only then
+        changed = {name for statement in self.region.captured for name in _changed_objects(statement)}
+        while begin > 0 and kinds[begin - 1] == _CaptureKind.NEUTRAL:
+            before = statements[begin - 1]
+            makes = bool(changed & {*before.uses.stores})  # a list, or what else would be filled once
+            if not (before.called & wanted or makes or (asks and _asks_gradients(before))):
+                break
             begin -= 1
-            self.region.captured.insert(0, statements[begin])
+            self.region.captured.insert(0, before)
 
     def _take(self, place: int) -> bool:
         """Whether the region may go on behind this statement."""
@@ -734,15 +743,44 @@ def _moves(statement: Statement) -> bool:
     return not any(isinstance(part, _JUMPS) for part in statement.parts)
 
 
+def _asks_gradients(statement: Statement) -> bool:
+    """Whether it says of weights that they gather gradients, or that they do not."""
+    stores = (part for part in statement.parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
+    return "requires_grad_" in statement.called or any(part.attr == "requires_grad" for part in stores)
+
+
+def _changed_objects(statement: Statement) -> Iterator[str]:
+    """Names of objects whose items or attributes it stores, or that it fills by a method."""
+    yield from statement.uses.attributes
+    for part in statement.parts:
+        match part:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append" | "extend" | "insert" | "update")):
+                yield name
+
+
+def _surely_read_first(statements: Iterable[Statement]) -> set[str]:
+    """Names that these read in any case before they store them: where they have no value, there is an error."""
+    read, stored = set[str](), set[str]()
+    for statement in statements:
+        read |= {name for node in statement.nodes for name in surely_read(node)} - stored
+        stored |= {*statement.uses.stores}
+        if not _moves(statement):
+            break
+    return read
+
+
 def _writes_into(statement: Statement) -> bool:
     """Whether it stores attributes or items, which others may hold by other names."""
     return bool(statement.uses.attributes or statement.uses.written)
 
 
 def _computes_numbers(statement: Statement) -> bool:
-    """Whether it launches nothing and computes: what comes of it may be another number at each call."""
+    """Whether it launches nothing and computes: what comes of it may be another number at each call. A list is none: it
+    may be filled."""
     return all(
-        isinstance(node, ast.Assign) and any(isinstance(part, ast.BinOp | ast.Compare) for part in ast.walk(node.value))
+        isinstance(node, ast.Assign)
+        and not isinstance(node.value, ast.List | ast.ListComp | ast.Dict | ast.DictComp)
+        and any(isinstance(part, ast.BinOp | ast.Compare) for part in ast.walk(node.value))
         for node in statement.nodes
     )
 

@@ -65,6 +65,14 @@ class StepCall:
         arguments, options = tree_unflatten(leaves, self.spec)
         return step(*arguments, **options)
 
+    def apart(self) -> StepCall:
+        """The call with arguments of its own: autograd can go back to them and no further, though one may be made of
+        another."""
+        leaves, spec = tree_flatten(self.given)
+        own = [leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+        arguments, options = tree_unflatten(own, spec)
+        return StepCall(arguments, options, self._taken_in)
+
     def changed(self) -> bool:
         """Whether the step has put something into a list or a dict among its arguments, or taken it out."""
         leaves, spec = tree_flatten(self.given)
@@ -358,15 +366,15 @@ class CapturedCall:
         """Whether its memory is needed for a backward pass that may still come."""
         return self.later is not None and self.later.is_awaited()
 
-    def replay_before_backward(self, tensors: list[Tensor], made_again: Callable[[], Any]) -> Any:
+    def replay_before_backward(self, tensors: list[Tensor], made_again: Callable[[], tuple[Any, list[Tensor]]]) -> Any:
         """Autograd can go back from what it returns. `made_again` runs the call as it is written, from the state that
-        it finds now."""
+        it finds now; it returns what that does and the tensors that it was given."""
         later = self.later
         assert later is not None
         leaves: list[Any] = []
 
         def forward() -> tuple[list[Tensor], Callable[[Any], Any]]:
-            call = later.replayed(lambda: later.outputs_of(made_again()), sources)
+            call = later.replayed(lambda: later.ends_of(*made_again()))
             self._inputs.fill(tensors)
             self._enqueue(tensors)
             leaves.extend(self._outputs.copied_leaves())
@@ -522,19 +530,28 @@ def sync_mode(mode: str | int) -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Nothing is collected, which may free memory or graphs and so break the capture. Weights that autocast has cast
-    before are not used, which would stay as they are in all replays, and the graph's own do not leak out.
-    `torch.distributions` does not check its arguments, which reads the GPU: it did so in the eager calls before."""
+def without_argument_checks() -> Iterator[None]:
+    """`torch.distributions` does not check its arguments, which reads the GPU: it did so in the eager calls before."""
     kind: Any = torch.distributions.Distribution
-    collects, checks = gc.isenabled(), checks_arguments(kind)
-    gc.disable()
-    torch.clear_autocast_cache()
+    checks = checks_arguments(kind)
     kind.set_default_validate_args(False)
     try:
         yield
     finally:
         kind.set_default_validate_args(checks)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Nothing is collected, which may free memory or graphs and so break the capture. Weights that autocast has cast
+    before are not used, which would stay as they are in all replays, and the graph's own do not leak out."""
+    collects = gc.isenabled()
+    gc.disable()
+    torch.clear_autocast_cache()
+    try:
+        with without_argument_checks():
+            yield
+    finally:
         torch.clear_autocast_cache()
         if collects:
             gc.enable()

@@ -37,6 +37,7 @@ from keepbusy.runtime.graph.captured_call import (
     capture_call,
     is_within_another,
     renew_gradient_nodes,
+    without_argument_checks,
 )
 from keepbusy.runtime.graph.host_state import (
     BoundAnew,
@@ -540,8 +541,9 @@ class StepGraphs:
             returned = self._worth.time_eager(lambda: self._as_written(repeated))
             return returned if captured.later is not None else detached(returned)
 
+        made = call if captured.later is None else call.apart()
         try:
-            returned, finding = replay_compared(captured, call, eagerly, self._written, self._host)
+            returned, finding = replay_compared(captured, made, eagerly, self._written, self._host)
         except torch.OutOfMemoryError:
             if captured.replays <= COMPARED_FIRST:
                 raise Uncapturable("there is too little memory to compare a replay with an eager call") from None
@@ -555,7 +557,7 @@ class StepGraphs:
         if captured.later is None or finding:
             return returned
         labels = {id(tensor): label for label, tensor in self._written.split()[0]}
-        return gradients_compared(captured.later, returned, call.tensors, labels)
+        return gradients_compared(captured.later, returned, made, call.tensors, labels)
 
     def _with_schedules(self, run: Callable[[], Any]) -> Any:
         """They step once it is over, and the host's state has been compared."""
@@ -573,17 +575,18 @@ class StepGraphs:
         self._rates.count_on_host()
         self._captured, self._recent = {}, None
 
-    def _made_again(self, given: Any) -> Callable[[], Any]:
+    def _made_again(self, given: Any) -> Callable[[], tuple[Any, list[Tensor]]]:
         """Runs a call once more from the random numbers that there are now, and leaves no other trace."""
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         random = generator.get_state()
 
-        def run() -> Any:
+        def run() -> tuple[Any, list[Tensor]]:
             state = self._state()
             generator.set_state(random)
             try:
                 with torch.enable_grad():
-                    return self._as_written(StepCall(given[0], given[1], self._changing))
+                    call = StepCall(given[0], given[1], self._changing).apart()
+                    return self._as_written(call), call.tensors
             finally:
                 state.restore()
 
@@ -929,7 +932,7 @@ class Graphed(Generic[P, R]):
 
     def _eager_divided(self, code: CodeType, reason: str, /, *arguments: Any, **options: Any) -> Any:
         is_first, self._call = self._parts is None, self._eager
-        with CalledModules() as called, LaunchedLines(code) as lines:
+        with CalledModules() as called, LaunchedLines(code) as lines, without_argument_checks():
             returned = self._eager(*arguments, **options)
         lines.staying |= self._staying
         self._parts = self.divide(self._step, lines) if self.divide is not None else None

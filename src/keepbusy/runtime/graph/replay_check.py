@@ -246,11 +246,14 @@ def _compared(
     return returned, finding
 
 
-def gradients_compared(later: LaterBackward, returned: Any, tensors: list[Tensor], labels: dict[int, str]) -> Any:
-    """What an eager call returned, whose backward pass is compared with a replay from the same gradients of results."""
+def gradients_compared(
+    later: LaterBackward, returned: Any, apart: StepCall, tensors: list[Tensor], labels: dict[int, str]
+) -> Any:
+    """What an eager call returned, whose backward pass is compared with a replay from the same gradients of results.
+    `apart`: that call; `tensors`: those of the program, of which its own are made."""
     leaves, spec = flatten_result(returned)
-    outputs, sources = later.outputs_of_leaves(leaves), later.sources(tensors)
-    call = later.replayed(lambda: outputs, sources)
+    outputs, own = later.outputs_of_leaves(leaves), later.sources(apart.tensors)
+    call, sources = later.replayed(lambda: (outputs, own)), later.sources(tensors)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
 
     def named(gradients: Gradients) -> NamedResults:
@@ -263,7 +266,7 @@ def gradients_compared(later: LaterBackward, returned: Any, tensors: list[Tensor
         if torch.is_grad_enabled() or not later.is_last(call):
             return call.go_back(given)
         before = generator.get_state()
-        made = gradients_of(outputs, sources, given)
+        made = gradients_of(outputs, own, given)
         after = generator.get_state()
 
         def replay() -> NamedResults:
