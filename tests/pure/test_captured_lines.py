@@ -1086,3 +1086,52 @@ def test_what_is_made_without_gradients_may_be_trained_on_outside() -> None:
     assert new is not None
     assert "def captured_main(target, x):\n    aim = target(x)\n    aim = aim.clamp(0, 1)\n    return aim\n" in new
     assert captured(source.replace("torch.no_grad()", "torch.autocast('cuda')")) is None
+
+
+CRITIC = """\
+    def step(self, real):
+        for p in critic.parameters():
+            p.requires_grad = True
+        for _ in range(5):
+            loss = critic(real).mean()  # launches
+            loss.backward()  # launches
+        for p in critic.parameters():
+            p.requires_grad = False
+        generate(critic).backward()  # launches
+        return loss.item()  # stays
+"""
+
+
+def test_what_a_loop_makes_has_a_value_where_it_is_read_in_any_case() -> None:
+    """Else the program would end with an error, too. Weights are left as they were found."""
+    new = captured(CRITIC)
+    assert new is not None
+    assert dedent(new).endswith("    loss = captured_step(real)\n    return loss.item()\n"), new
+    assert captured(CRITIC.replace("return loss.item()", "if real: return loss.item()")) is None
+
+
+@pytest.mark.parametrize("within", ["", "    for real in batches:\n"])
+def test_in_a_loop_it_may_have_the_value_of_the_last_iteration(within: str) -> None:
+    body = CRITIC.partition("\n")[2]
+    lines = body.splitlines() if not within else [f"    {line}" for line in body.splitlines()]
+    source = "def step(self, real, batches):\n" + within + "\n".join(lines) + "\n"
+    new = captured(source.replace("return loss.item()", "print(loss.item())"))
+    assert (new is None) == bool(within)
+
+
+@pytest.mark.parametrize(
+    ("made", "filled"), [("[0 for _ in range(n + 1)]", "sums[0] += loss"), ("[]", "sums.append(loss)")]
+)
+def test_a_list_that_a_graph_fills_is_made_in_it(made: str, filled: str) -> None:
+    new = captured(f"""\
+        def step(net, x, n):
+            sums = {made}
+            for row in range(n):
+                loss = net(x[row])  # launches
+                {filled}  # launches
+            sums[-1].backward()  # launches
+            return [loss.item() for loss in sums]  # stays
+    """)
+    assert new is not None
+    assert f"def captured_step(net, x, n):\n    sums = {made}\n    for row" in new, new
+    assert "    sums = captured_step(net, x, n)\n" in new

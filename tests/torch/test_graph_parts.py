@@ -134,6 +134,31 @@ class InAClosure:
         self.train, self.state = train, lambda: [losses, scale, *[one.tolist() for one in model.parameters()]]
 
 
+class Sampling:
+    """Weights gather gradients for a while, a list is filled, and a distribution checks its arguments."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        for weight in self.model.parameters():
+            weight.requires_grad = True
+        losses = []
+        for _ in range(2):
+            policy = torch.distributions.Categorical(logits=self.model(x))
+            losses.append(-policy.log_prob(y).mean())
+            self.optimizer.zero_grad()
+            losses[-1].backward()
+            self.optimizer.step()
+        for weight in self.model.parameters():
+            weight.requires_grad = False
+        return losses[-1].item()
+
+    def state(self) -> list[Any]:
+        return [weight.tolist() for weight in self.model.parameters()]
+
+
 def run_of(kind: type[Any], wrap: Callable[[Step], Step], count: int = 16) -> tuple[list[Any], Any]:
     random.seed(0)
     made = kind()
@@ -151,6 +176,7 @@ def run_of(kind: type[Any], wrap: Callable[[Step], Step], count: int = 16) -> tu
         (Trainer, "it returned"),
         (InAClosure, "random.random()"),
         (Averaged, "self.steps += 1"),
+        (Sampling, "it returned"),
         (MaskedLoss, "loss = cross_entropy(out[mask], y[mask])"),
     ],
 )
