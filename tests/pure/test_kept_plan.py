@@ -57,7 +57,7 @@ def test_what_the_report_does_not_list_is_not_kept() -> None:
 def test_an_iteration_is_told_of_the_loop_that_the_plan_is_about(loop: str, told: str) -> None:
     counted = Part(LOOP, "train.py:9", time=ms(20), turns=10, turn=ms(2), low=ms(2))
     partly_counted = Part(LOOP, "train.py:12", time=ms(30), parts=(replace(counted, place="train.py:12"),))
-    ahead = replace(counted, place="train.py:18")
+    ahead = replace(counted, place="train.py:18", time=ms(70))
     tree = Part("run", parts=(counted, partly_counted, Part(LOOP, "train.py:15", time=ms(40)), ahead))
     after = replace(STALLED, loop=loop if loop in ("train.py:3", "train.py:15") else "", plain_step=ms(20), run=tree)
     after = replace(after, loops=(LoopDiagnosis("train.py:18", 10, replace(STALLED, plain_step=ms(6))),))

@@ -227,9 +227,11 @@ class Diagnosis:
     def iteration_of(self, loop: str) -> int:
         """What an iteration of a loop takes; 0 and `NONE` as of `usual_of`. Where Python is far ahead, its own are
         shorter than those of the GPU."""
-        usual = self.usual_of(loop)
+        usual, part = self.usual_of(loop), self.run.loop_at(loop) if self.run is not None else None
+        if usual <= 0 or part is None:
+            return usual
         steps = {other.place: other.diagnosis.plain_step for other in self.loops} | {self.loop: self.plain_step}
-        return max(usual, steps.get(loop, 0)) if usual > 0 else usual
+        return max(usual, min(steps.get(loop, 0), part.time // part.turns))  # sooner or later Python waits
 
     def usual_of(self, loop: str) -> int:
         """The usual duration of an iteration of a loop in the run's tree; 0 if not all of it was counted, `NONE` if the
