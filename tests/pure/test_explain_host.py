@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from build import LAUNCH, MS, US, Run, loop
 from told import TRAIN, cause, explained, harmless, names, near, told
 
+from keepbusy.causes.cause_inputs import CauseInputs
 from keepbusy.explain import explain
 from keepbusy.timeline.edit import GRAPH_SAVES
-from keepbusy.timeline.model import Direction
+from keepbusy.timeline.model import Direction, Kind
 from keepbusy.timeline.run_facts import LoaderUse, PlainRun
 
 SINGLE = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -408,3 +410,21 @@ def test_of_a_compiled_program_that_ran_as_written_nothing_is_said_of_its_launch
     found = explained(loop(body, compiled_eagerly=True))
     assert (names(found), found.plan) == ([], ())
     assert found.ledger["launch_bound"] > 0.5 * found.plain_step
+
+
+@pytest.mark.parametrize(("has_loader", "is_heavy"), [(False, True), (True, False)])
+def test_what_a_loader_gives_is_not_made_of_what_was_read_before(has_loader: bool, is_heavy: bool) -> None:
+    """`total += loss.item()`, then the next batch: work behind the read is no work on its value."""
+
+    def body(run: Run) -> None:
+        with run.inside(TRAIN):
+            run.launch(500).copy(64, 5, way=Direction.DEVICE_TO_HOST, at=["aten::item"])
+            run.work(200, at=["train.py(60): collect"])
+            if has_loader:
+                run.work(50, at=[SINGLE])
+            run.copy(64, 5, at=["aten::to"]).launch([10] * 3)
+
+    inputs = CauseInputs(loop(body))
+    collecting = [name.endswith("(60): collect") for name in inputs.timeline.names]
+    rows = np.array(collecting)[np.append(inputs.timeline.frames.name, 0)[inputs.timeline.spans.frame]]
+    assert inputs.is_heavy[rows & (inputs.timeline.spans.kind == Kind.WORK)].any() == is_heavy

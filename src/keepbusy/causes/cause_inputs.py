@@ -175,7 +175,8 @@ class CauseInputs:
         return np.where(self.within(Role.OPTIMIZER) | (inside & ~is_operator), NONE, calls)
 
     def _round_trip(self) -> Mask:
-        """Work on a value that was read: between the read and the next copy to the device."""
+        """Work on a value that was read: between the read and the next copy to the device, unless a loader has given
+        what is copied."""
         spans = self.timeline.spans
         result = np.zeros(len(spans), bool)
         back = np.flatnonzero(self.is_copy & (spans.direction == Direction.HOST_TO_DEVICE) & (self.launch != NONE))
@@ -183,7 +184,10 @@ class CauseInputs:
             before = int(self.last_launch[self.before[launch]]) if self.before[launch] != NONE else NONE
             if before != NONE and spans.direction[self.command[before]] == Direction.DEVICE_TO_HOST:
                 rows = np.arange(before + 1, launch)
-                rows = rows[(spans.lane[rows] == spans.lane[launch]) & (spans.kind[rows] == Kind.WORK)]
+                rows = rows[spans.lane[rows] == spans.lane[launch]]
+                if (self.loader_frame[rows] != NONE).any():
+                    continue
+                rows = rows[spans.kind[rows] == Kind.WORK]
                 result[rows] = spans.work[rows].sum() >= PRICE_OF_A_CALL
         return result
 

@@ -111,11 +111,9 @@ class TrialRun:
     graphs: tuple[str, ...] = ()
     """The report of each process about its graphs."""
 
-    def time(self, planned: PlannedFix, loop: str) -> int:
-        """The time of an iteration of the plan's loop, or of the whole run for a fix beside the steps."""
-        iteration = self.diagnosis.iteration_of(loop)
-        step = iteration if iteration > 0 else self.diagnosis.plain_step
-        return self.length if planned.is_beside_steps else step
+    def time(self, planned: PlannedFix) -> int:
+        """The time of a step, or of the whole run for a fix beside the steps."""
+        return self.length if planned.is_beside_steps else self.diagnosis.plain_step
 
 
 class DifferentResults(BadInput):
@@ -313,11 +311,10 @@ class CandidateRuns:
             raise BadInput(f"no graph was replayed: {refusal}")
         sources, before = without
         same = self._same_results(edit, plain, before, after)
-        loop = plain.diagnosis.loop
-        was, now = before.time(planned, loop), after.time(planned, loop)
+        was, now = before.time(planned), after.time(planned)
         least = max(round(LEAST_GAIN * was), 0 if self._is_modelled else plain.diagnosis.noise)
         if was - now >= least and not self._is_modelled:
-            was = min(was, self.tried(sources, f"without '{labels.fix(edit)}', again").time(planned, loop))
+            was = min(was, self.tried(sources, f"without '{labels.fix(edit)}', again").time(planned))
         whole = "the run" if planned.is_beside_steps else "a step"
         if was - now < least:
             raise BadInput(f"it saves nothing: {whole} takes {duration(was)} without it and {duration(now)} with it")
