@@ -1088,6 +1088,23 @@ def test_what_is_made_without_gradients_may_be_trained_on_outside() -> None:
     assert captured(source.replace("torch.no_grad()", "torch.autocast('cuda')")) is None
 
 
+def test_a_model_may_have_made_it_in_a_branch_that_is_not_the_last() -> None:
+    new = captured("""\
+        def train(loader, model, optimizer, criterion, kind):
+            model.train()
+            for x, y in loader:  # loop
+                if kind == "transformer":
+                    out = model(x)  # stays
+                    out = out.view(-1, 9)
+                else:
+                    out, hidden = model(x, hidden)
+                loss = criterion(out, y)  # launches
+                loss.backward()  # launches
+                optimizer.step()  # launches
+    """)
+    assert new is None or "loss.backward()" not in new.partition("def train")[0]
+
+
 CRITIC = """\
     def step(self, real):
         for p in critic.parameters():

@@ -84,6 +84,7 @@ _COLLECTING = _PREPARING | {
 """What keeps and shows results: it may stand behind captured statements that it stood before."""
 _OF_PYTORCH = {"step", "update", "forward", "backward", "zero_grad", "train", "eval", "to", "append", "add"}
 """Methods that others have, too: `optimizer.step()` is none of a class in the file that has a `step`."""
+_OF_MODELS = {"parameters", "named_parameters", "state_dict", "train", "eval"}
 _MODES = {"train", "eval"}
 _SETS_STAGE = _MODES | {"zero_grad"}
 _SETS_UP = {"train", "eval", "zero_grad", "unscale_", "parameters"}
@@ -230,6 +231,9 @@ class _File:
         self.stored_attributes = {
             node.attr if isinstance(node, ast.Attribute) else node.id.rpartition(".")[2] for node in stored
         }
+        called = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+        self.models = {_last_name(func.value) for func in called if func.attr in _OF_MODELS}
+        """Names of what has parameters, or modes."""
         self.classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
         self.imported = {name for node in imports for name in imported_names(node)}
@@ -566,23 +570,31 @@ class _Function:
 
     def _may_ask_gradient(self, name: str, line: int) -> bool:
         """Whether a model, or a function of the program's own, makes it last before this line, at one that launches
-        kernels; or what it is made of, or a view of."""
+        kernels; or what it is made of, or a view of. In which branch it was made last is not known."""
         stores = [part for part in self._own if isinstance(part, ast.Assign) and name in Uses([part]).stores]
         before = [part for part in stores if part.lineno < line]
-        last = max(before, key=lambda part: part.lineno, default=None)
-        if last is None or _stands_in(self._gradless, last.lineno):
+        begin = max((part.lineno for part in before), default=0)
+        for part in self._own:
+            if isinstance(part, ast.If) and part.lineno <= begin <= (part.end_lineno or 0) < line:
+                begin = part.lineno
+        return any(self._asks_gradient(part) for part in before if part.lineno >= begin)
+
+    def _asks_gradient(self, made: ast.Assign) -> bool:
+        if _stands_in(self._gradless, made.lineno):
             return False
-        calls = [call.func for call in ast.walk(last) if isinstance(call, ast.Call)]
+        calls = [call.func for call in ast.walk(made) if isinstance(call, ast.Call)]
         if any(isinstance(function, ast.Attribute) and function.attr in _WITHOUT_GRADIENT for function in calls[:1]):
             return False
-        if Statement([last]).has(self._launching):  # else it is at most a view of something
+        if Statement([made]).has(self._staying) and any(_last_name(func) in self.file.models for func in calls):
+            return True
+        if Statement([made]).has(self._launching):  # else it is at most a view of something
             loops = [part for part in self._own if isinstance(part, _LOOPS)]
             values = {stored for loop in loops for stored in Uses([loop]).stores}  # others are there before the loop
             makers = [func for func in calls if isinstance(func, ast.Name) or base_name(func) not in values]
             unknown = {base_name(func) for func in makers} - self.file.imported - {*dir(builtins)} - {""}
             if any(name not in self.file.functions or self.file.may_call_model(name) for name in unknown):
                 return True
-        return any(self._may_ask_gradient(operand, last.lineno) for operand in _names_with_gradients([last.value]))
+        return any(self._may_ask_gradient(operand, made.lineno) for operand in _names_with_gradients([made.value]))
 
     def _live(self, rest: Sequence[Statement], path: Sequence[_Enclosing]) -> set[str]:
         """Names that are read after the region before they are stored again: further on, in the next iteration, or in
@@ -640,7 +652,7 @@ class _GrowingRegion:
         changed = {name for statement in self.region.captured for name in _changed_objects(statement)}
         while begin > 0 and kinds[begin - 1] == _CaptureKind.NEUTRAL:
             before = statements[begin - 1]
-            makes = bool(changed & {*before.uses.stores})  # a list, or what else would be filled once
+            makes = _makes_lists(before) and bool(changed & {*before.uses.stores})  # they would be filled once
             if not (before.called & wanted or makes or (asks and _asks_gradients(before))):
                 break
             begin -= 1
@@ -743,6 +755,14 @@ def _moves(statement: Statement) -> bool:
     return not any(isinstance(part, _JUMPS) for part in statement.parts)
 
 
+def _makes_lists(statement: Statement) -> bool:
+    """`losses, values = [], {}`"""
+    values = [node.value for node in statement.nodes if isinstance(node, ast.Assign)]
+    parts = [part for value in values for part in (value.elts if isinstance(value, ast.Tuple) else [value])]
+    lists = (ast.List, ast.ListComp, ast.Dict, ast.DictComp)
+    return bool(parts) and len(values) == len(statement.nodes) and all(isinstance(part, lists) for part in parts)
+
+
 def _asks_gradients(statement: Statement) -> bool:
     """Whether it says of weights that they gather gradients, or that they do not."""
     stores = (part for part in statement.parts if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store))
@@ -777,10 +797,8 @@ def _writes_into(statement: Statement) -> bool:
 def _computes_numbers(statement: Statement) -> bool:
     """Whether it launches nothing and computes: what comes of it may be another number at each call. A list is none: it
     may be filled."""
-    return all(
-        isinstance(node, ast.Assign)
-        and not isinstance(node.value, ast.List | ast.ListComp | ast.Dict | ast.DictComp)
-        and any(isinstance(part, ast.BinOp | ast.Compare) for part in ast.walk(node.value))
+    return not _makes_lists(statement) and all(
+        isinstance(node, ast.Assign) and any(isinstance(part, ast.BinOp | ast.Compare) for part in ast.walk(node.value))
         for node in statement.nodes
     )
 
