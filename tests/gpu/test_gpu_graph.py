@@ -54,7 +54,7 @@ def test_the_line_is_named_and_the_training_goes_on_as_it_was(flaw: Flaw) -> Non
     step, state = flawed(flaw)
     with pytest.warns(UserWarning, match="keepbusy.graph runs train eagerly: at ") as told:
         found = losses(graph(step), 20)
-    (warning,) = told
+    (warning,) = [one for one in told if "keepbusy" in str(one.message)]  # PyTorch 2.11 may tell of streams, too
     assert place_of(flaw) in str(warning.message)
     assert warning.filename == graph_flaws.__file__
     assert (found, state()) == expected
