@@ -44,11 +44,12 @@ def test_what_differs_is_named(own: RunResults, changes: dict[str, list[float]],
     assert own.same(replace(own, **changes), tolerance) == why  # type: ignore[arg-type]
 
 
-def test_how_far_two_runs_are_apart_is_the_largest_share() -> None:
+def test_how_far_two_runs_are_apart_is_told_as_shares_the_furthest_first() -> None:
     other = replace(TRAINED, losses=[2.0, 1.1], last=[4.5])
-    assert TRAINED.distances(other) == {"losses": pytest.approx(0.1), "weights": pytest.approx(0.125)}
+    assert TRAINED.distances(other) == {"losses": pytest.approx([0.1, 0.0]), "weights": pytest.approx([0.125])}
     assert not TRAINED.same(other, 0.125)
-    assert TRAINED.distances(replace(other, losses=[9.0]))["losses"] == 0  # in a graph
+    assert TRAINED.distances(replace(other, losses=[9.0]))["losses"] == []  # in a graph
+    assert TRAINED.same(replace(TRAINED, last=[float("nan")]), 0.125)
 
 
 def test_a_program_that_computes_nothing_proves_nothing() -> None:
