@@ -193,7 +193,7 @@ LINES = {
     "log": 3243,
     "virtual": 10061,
     "causes": 1621,
-    "fixes": 5835,
+    "fixes": 5832,
     "explain": 2533,
     "report": 3300,
     "runtime": 8241,

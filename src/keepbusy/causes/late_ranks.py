@@ -40,7 +40,7 @@ class LatePeer(CauseKind):
             _share_device_work(inputs, builder)
 
     def what_happened(self, inputs: CauseInputs, finding: Finding) -> str:
-        late = sorted(late_rank.rank for late_rank in late_ranks(inputs, finding))
+        late = sorted(found.rank for found in late_ranks(inputs, finding))
         if not late:
             subject = "Ranks come"
         elif len(late) == 1:

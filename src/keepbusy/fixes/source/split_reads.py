@@ -198,9 +198,6 @@ class _CopyingFunction(NamedTuple):
     free: set[str]
     """Names in these calls that are no parameters."""
 
-    def names_for(self, parameter: str) -> set[str]:
-        return _named_in(self.copies[parameter])
-
 
 def _copying_functions(tree: ast.Module) -> dict[str, _CopyingFunction]:
     """Those whose names tell which function is meant. They may use only names that no function stores: these mean the
@@ -303,7 +300,7 @@ class _Copies(cst.CSTTransformer):
         words = {name: cst.Module([]).code_for_node(value) for name, value in given.items() if _is_plain(value)}
         words |= {name: name for name in (*receiver, *called.free)}
         for parameter, copy in called.copies.items():
-            if called.names_for(parameter) <= words.keys():
+            if _named_in(copy) <= words.keys():
                 written = cst.parse_expression(ast.unparse(_Renamed(words).visit(deepcopy(copy))))
                 given[parameter] = self._name_of(written, given[parameter])
         replaced = zip(arguments, given.values(), strict=True)

@@ -228,15 +228,15 @@ def _compared(
     if replayed.spec != made.spec:
         return returned, "what it returns is not always built alike"
 
-    def again(turn: int | None = None) -> Outcome:
+    def again(nudged_by: int | None = None) -> Outcome:
         before.restore()
-        if turn is not None:
-            _nudge(leaves, turn)
+        if nudged_by is not None:
+            _nudge(leaves, nudged_by)
         return Outcome(captured.replay(call.tensors), tensors, leaves, is_kept=False)
 
     if _places_that_differ(made, replayed):
         after, made = StepState(held, leaves), Outcome(returned, tensors, leaves, is_kept=True)
-        nudged: list[Callable[[], Outcome]] = [functools.partial(again, turn) for turn in range(_NUDGED_REPLAYS)]
+        nudged: list[Callable[[], Outcome]] = [functools.partial(again, parity) for parity in range(_NUDGED_REPLAYS)]
         finding = difference(made, replayed, [*[again] * _MOST_REPLAYS, *nudged])
         after.restore()
     else:
@@ -305,14 +305,14 @@ def difference(made: NamedResults, replayed: NamedResults, replays: Iterable[Cal
     )
 
 
-def _nudge(leaves: list[Tensor], turn: int) -> None:
-    """Move numbers by one rounding, up and down by turns: what comes of them is rounded differently throughout, as by
-    another order of sums. In sixteen bits a rounding is too much."""
+def _nudge(leaves: list[Tensor], parity: int) -> None:
+    """Move numbers by one rounding, every second one up and the others down. What comes of them is rounded differently
+    throughout, as by another order of sums. In sixteen bits a rounding is too much."""
     with torch.no_grad():
         for leaf in leaves:
             if leaf.is_floating_point() and leaf.dtype.itemsize >= 4:
                 places = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape)
-                leaf.copy_(torch.nextafter(leaf, torch.where((places + turn) % 2 == 0, torch.inf, -torch.inf)))
+                leaf.copy_(torch.nextafter(leaf, torch.where((places + parity) % 2 == 0, torch.inf, -torch.inf)))
 
 
 def _places_that_differ(made: NamedResults, replayed: NamedResults) -> list[int]:
